@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, os::unix::fs::MetadataExt, path::PathBuf, time:
 
 use clustermesh_lab::{Running, wait_until};
 use clustermesh_tests::{
-    agent::{AGENT_PRIVILEGES, agent_program},
+    agent::{AS_AGENT, agent_program},
     test_env::{LATER, SOON, TestEnv},
 };
 use futures::{StreamExt, stream};
@@ -147,17 +147,8 @@ impl Nodes<'_> {
             ("--wireguard-cidr", format!("100.64.{m}.0/24")),
             ("--key-file", self.file(&name).join("key").display().to_string()),
         ];
-        let mut words: Vec<String> = [
-            "unshare",
-            "--mount",
-            "sh",
-            "-ec",
-            AGENT_PRIVILEGES,
-            "sh",
-            agent_program(),
-        ]
-        .map(str::to_owned)
-        .into();
+        let mut words: Vec<String> = AS_AGENT.map(str::to_owned).into();
+        words.push(agent_program().to_owned());
         words.extend(flags.into_iter().flat_map(|(flag, value)| [flag.to_owned(), value]));
         let agent = host.spawn("agent", words).expect("start the agent");
         AgentNode {

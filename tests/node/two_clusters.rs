@@ -15,7 +15,7 @@ use clustermesh_api::{
     policy::{Allow, PeerPolicy, PeerPolicySpec},
 };
 use clustermesh_lab::{Lab, LabPlan, Node as Host, Running, wait_until};
-use clustermesh_tests::agent::{AGENT_PRIVILEGES, agent_program};
+use clustermesh_tests::agent::{AGENT_PRIVILEGES, AS_AGENT, agent_program};
 use k8s_openapi::api::core::v1::Node;
 use kube::{
     Api, Client,
@@ -240,9 +240,8 @@ impl TwoClusters {
 
     /// Like [`Self::agent`], with these environment variables and arguments.
     pub(crate) fn agent_with_env_and_args(&self, site: &Site, log: &str, variables: &[&str], more: &[&str]) -> Running {
-        let mut words: Vec<String> = ["unshare", "--mount", "sh", "-ec", AGENT_PRIVILEGES, "sh", "env"]
-            .map(String::from)
-            .into();
+        let mut words: Vec<String> = AS_AGENT.map(String::from).into();
+        words.push("env".to_owned());
         words.extend(variables.iter().map(ToString::to_string));
         words.extend(self.command(site, more));
         self.host(site).spawn(log, words).expect("start the agent")

@@ -12,3 +12,6 @@ pub fn agent_program() -> &'static str {
 /// `/proc/sys` is read-only. It must run in a mount namespace of its own.
 pub const AGENT_PRIVILEGES: &str = "mount --bind /proc/sys /proc/sys; mount -o remount,ro,bind /proc/sys; \
                             exec setpriv --bounding-set=-all,+net_admin --no-new-privs -- \"$@\"";
+
+/// The words before a program that shall run with [`AGENT_PRIVILEGES`], in a mount namespace of its own.
+pub const AS_AGENT: [&str; 6] = ["unshare", "--mount", "sh", "-ec", AGENT_PRIVILEGES, "sh"];

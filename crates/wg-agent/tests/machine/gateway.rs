@@ -11,7 +11,7 @@ use std::{
 };
 
 use clustermesh_tests::{
-    agent::{AGENT_PRIVILEGES, agent_program},
+    agent::{AS_AGENT, agent_program},
     netns::{NetNs, Running, wait_until},
     pair::{
         TIMEOUT,
@@ -232,16 +232,9 @@ impl Testbed {
     /// Starts the gateway with only the privileges of its container.
     fn start_gateway(&self) -> Running {
         let file = |name: &str| -> PathBuf { self.files.path().join(name) };
-        let mut command = Command::new("unshare");
-        command.args([
-            "--mount",
-            "sh",
-            "-ec",
-            AGENT_PRIVILEGES,
-            "sh",
-            agent_program(),
-            "--mode=gateway",
-        ]);
+        let [unshare, privileges @ ..] = AS_AGENT;
+        let mut command = Command::new(unshare);
+        command.args(privileges).args([agent_program(), "--mode=gateway"]);
         command.args([
             "--backend=kernel",
             "--interface=wg0",

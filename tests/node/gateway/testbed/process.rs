@@ -11,7 +11,7 @@ use std::{
 use clustermesh_agent_core::numbers::NFT_TABLE;
 use clustermesh_lab::wait_until;
 use clustermesh_tests::{
-    agent::{AGENT_PRIVILEGES, agent_program},
+    agent::{AS_AGENT, agent_program},
     netns::Running,
     traffic::packets,
 };
@@ -25,16 +25,9 @@ impl Testbed {
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let log = self.file(&format!("log-{number}"));
         let file = std::fs::File::create(&log).expect("a log");
-        let mut command = Command::new("unshare");
-        command.args([
-            "--mount",
-            "sh",
-            "-ec",
-            AGENT_PRIVILEGES,
-            "sh",
-            agent_program(),
-            "--mode=gateway",
-        ]);
+        let [unshare, privileges @ ..] = AS_AGENT;
+        let mut command = Command::new(unshare);
+        command.args(privileges).args([agent_program(), "--mode=gateway"]);
         command.arg(format!("--backend={}", super::backend()));
         command.arg(format!("--interface={}", self.interface));
         command.arg(format!("--kubeconfig={}", self.file("kubeconfig").display()));
