@@ -193,6 +193,7 @@ fn inputs(f: &Family, name: &str, key: u8) -> Inputs {
             )),
             candidates: vec![],
             keepalive: None,
+            is_own_cluster: false,
             allowed_ips: prefixes(&allowed_ips),
         }],
         policies: [("other".to_owned(), policy)].into(),

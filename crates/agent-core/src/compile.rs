@@ -74,6 +74,8 @@ pub struct Peer {
     pub keepalive: Option<NonZeroU16>,
     /// `spec.allowedIPs`.
     pub allowed_ips: Vec<IpNet>,
+    /// Whether the Peer describes a node of this cluster, in another location.
+    pub is_own_cluster: bool,
 }
 
 /// Input of [`compile`].
@@ -177,8 +179,11 @@ pub fn compile(inputs: &Inputs) -> Compiled {
     let anchored = aggregate(policies.iter().flat_map(|policy| &policy.anchored));
     let pods_elsewhere = inputs.pods_elsewhere.iter().copied();
     let pods_elsewhere = pods_elsewhere.filter(|net| !covered(net, &anchored)).collect();
+    let own_cluster = own_cluster_networks(&peers);
     let firewall = firewall::desired(&firewall::Plan {
         parameters,
+        own_cluster: &own_cluster,
+        own_sources: &own_networks(node),
         mesh: &mesh,
         throw: &throw,
         published: &published(node, &policies),
@@ -213,17 +218,20 @@ pub fn compile(inputs: &Inputs) -> Compiled {
 #[must_use]
 pub fn published(node: &Node, policies: &[PolicySpec]) -> BTreeSet<IpNet> {
     let allowed = aggregate(policies.iter().flat_map(PolicySpec::allowed));
-    let own = node
-        .pod_cidrs
-        .iter()
-        .map(IpNet::trunc)
-        .chain(node.internal_ips.iter().copied().map(host));
     let anchored = aggregate(policies.iter().flat_map(|policy| &policy.anchored));
-    let mut out: BTreeSet<IpNet> = own
+    let mut out: BTreeSet<IpNet> = own_networks(node)
+        .into_iter()
         .filter(|net| covered(net, &allowed) && !covered(net, &anchored))
         .collect();
     out.extend(node.wireguard_ips.iter().copied().map(host));
     out
+}
+
+/// This node's pod CIDRs and InternalIPs: the sources that nodes of its own cluster in other locations accept from it, in addition to
+/// its WireGuard addresses.
+fn own_networks(node: &Node) -> BTreeSet<IpNet> {
+    let pods = node.pod_cidrs.iter().map(IpNet::trunc);
+    pods.chain(node.internal_ips.iter().copied().map(host)).collect()
 }
 
 /// A Peer to program, without the allowed IPs that a newer Peer has.
@@ -296,6 +304,17 @@ fn accept_peers<'a>(inputs: &'a Inputs, networks: &BTreeSet<IpNet>, refused: &mu
         });
     }
     out
+}
+
+/// Allowed IPs of the Peers that describe nodes of this cluster, aggregated. WireGuard binds a source to the peer with the longest prefix, so a
+/// network that contains an allowed IP of another member is left out: packets with such a source may be from that member.
+fn own_cluster_networks(peers: &[Accepted<'_>]) -> BTreeSet<IpNet> {
+    let (own, others): (Vec<_>, Vec<_>) = peers.iter().partition(|p| p.peer.is_own_cluster);
+    let others: BTreeSet<IpNet> = others.iter().flat_map(|p| &p.allowed_ips).copied().collect();
+    // `IpNet` sorts a network directly before the networks inside it.
+    let contains_other = |net: &IpNet| others.range(*net..).next().is_some_and(|other| net.contains(other));
+    let own = own.iter().flat_map(|p| &p.allowed_ips);
+    aggregate(own.filter(|net| !contains_other(net)))
 }
 
 /// Whether `net` overlaps this node's pod CIDRs. A route to such a network would take traffic away from the node's own pods.

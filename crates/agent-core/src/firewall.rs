@@ -82,6 +82,10 @@ pub struct Sets {
     /// Prefixes of this node that are in the allowed IPs of its Peers in other members. With [`Scope::Tunnel`], connections
     /// from other sources into the tunnel get the device's address.
     pub published: BTreeSet<IpNet>,
+    /// Allowed IPs of this cluster's nodes in other locations. All packets from them are accepted.
+    pub own_cluster: BTreeSet<IpNet>,
+    /// Sources of this node that keep their address on the way to `own_cluster`; empty if that is empty.
+    pub own_sources: BTreeSet<IpNet>,
     /// This cluster's networks that other members may reach. Connections from the tunnel to the part that is not `published` are
     /// masqueraded, because this node is then an anchor and the replies have to return through it.
     pub served: BTreeSet<IpNet>,
@@ -112,6 +116,10 @@ pub struct Sets {
 pub struct Plan<'a> {
     /// The numbers and names in the chains.
     pub parameters: RuleParameters,
+    /// Allowed IPs of the Peers that describe nodes of this cluster in other locations.
+    pub own_cluster: &'a BTreeSet<IpNet>,
+    /// This node's pod CIDRs and InternalIPs.
+    pub own_sources: &'a BTreeSet<IpNet>,
     /// Every mesh prefix.
     pub mesh: &'a BTreeSet<IpNet>,
     /// Prefixes inside `mesh` that the underlay needs.
@@ -163,6 +171,12 @@ fn sets(plan: &Plan<'_>, family: Family) -> Sets {
         mesh: of_family(plan.mesh),
         throw: of_family(plan.throw),
         published: of_family(plan.published),
+        own_cluster: of_family(plan.own_cluster),
+        own_sources: if plan.own_cluster.is_empty() {
+            BTreeSet::new()
+        } else {
+            of_family(plan.own_sources)
+        },
         served: of_family(&plan.policies.iter().flat_map(PolicySpec::allowed).copied().collect()),
         listeners: of_family(&listeners(plan)),
         pairs: disjoint(&pairs),

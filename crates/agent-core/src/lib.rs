@@ -34,6 +34,7 @@
 //!         candidates: vec![],
 //!         keepalive: None,
 //!         allowed_ips: vec!["10.2.0.0/24".parse().unwrap()],
+//!         is_own_cluster: false,
 //!     }],
 //!     policies: [].into(),
 //!     throw: [].into(),

@@ -144,6 +144,11 @@ pub struct ClusterEntry {
     /// and Cilium pools); use `exports` and anchored networks then.
     #[serde(default)]
     pub pod_network: PodNetwork,
+    /// Whether nodes of this member that are in different locations get tunnels to each other. `Ignored`: they do not; the cluster's own
+    /// network connects all its nodes. `Connected`: they do. A node's location is its annotation `kilo.squat.ai/location`, else its
+    /// label `topology.kubernetes.io/region`.
+    #[serde(default)]
+    pub locations: Locations,
     /// Pods whose addresses are published one by one, in the Peer of the node that runs them. Only used if `podNetwork` is `Shared`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 64))]
@@ -212,6 +217,17 @@ pub enum Addressing {
     Routed,
     /// Only the WireGuard addresses of its nodes.
     Masqueraded,
+}
+
+/// Whether nodes of a member have tunnels to each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[schemars(inline)]
+pub enum Locations {
+    /// They have none.
+    #[default]
+    Ignored,
+    /// Nodes of different locations have tunnels to each other.
+    Connected,
 }
 
 /// Whether pods have addresses from `spec.podCIDRs` of their Node.

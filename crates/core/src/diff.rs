@@ -462,7 +462,10 @@ fn peer_fields(old: &PeerSpec, new: &PeerSpec) -> Vec<&'static str> {
             "spec.persistentKeepalive",
             old.persistent_keepalive != new.persistent_keepalive,
         ),
-        ("metadata.annotations", old.candidates != new.candidates),
+        (
+            "metadata.annotations",
+            old.candidates != new.candidates || old.location != new.location,
+        ),
     ])
 }
 

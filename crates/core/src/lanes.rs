@@ -161,6 +161,7 @@ mod tests {
             endpoint: None,
             candidates: vec![],
             persistent_keepalive: 0,
+            location: None,
         }
     }
 

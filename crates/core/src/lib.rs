@@ -16,7 +16,7 @@
 //!     observe::{Claim, Endpoint, Member, Node, Observation, Observations},
 //!     plan::{Settings, plan},
 //! };
-//! # use clustermesh_core::mesh::{Addressing, ObjectName, PodNetwork, Profile};
+//! # use clustermesh_core::mesh::{Addressing, Locations, ObjectName, PodNetwork, Profile};
 //! # struct Names;
 //! # impl clustermesh_core::plan::Naming for Names {
 //! #     fn peer(&self, mesh: &MeshId, cluster: &str, node: &str, _: bool) -> String {
@@ -46,6 +46,7 @@
 //! #         exports: vec![],
 //! #         wireguard_port: 51820,
 //! #         persistent_keepalive: 0,
+//! #         locations: Locations::Ignored,
 //! #         endpoint_networks: vec![],
 //! #         egress: vec![],
 //! #         quarantine: false,

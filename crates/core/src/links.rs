@@ -35,7 +35,7 @@ pub struct BrokenTunnels {
 const MAX_LISTED: usize = 256;
 
 /// Lists the links with a tunnel that is down, sorted. `reports` has, for each entry, one map per node, from the entry name of
-/// a remote member to the node's tunnels to it. Unknown entries and reports about the node's own cluster are ignored. If there are too many
+/// a remote member to the node's tunnels to it. Entries without a planned Peer are ignored. If there are too many
 /// links, those with the most tunnels down are listed.
 #[must_use]
 pub fn find_broken(plan: &MeshPlan, reports: &BTreeMap<String, Vec<BTreeMap<String, Tunnels>>>) -> Vec<BrokenTunnels> {
@@ -46,7 +46,7 @@ pub fn find_broken(plan: &MeshPlan, reports: &BTreeMap<String, Vec<BTreeMap<Stri
         for peer in target.peers.values() {
             *peer_counts.entry(&peer.source).or_default() += 1;
         }
-        for (to, max_tunnels) in peer_counts.into_iter().filter(|(to, _)| to != from) {
+        for (to, max_tunnels) in peer_counts {
             let mut link = BrokenTunnels {
                 from: from.clone(),
                 to: to.to_owned(),
@@ -97,6 +97,7 @@ mod tests {
                     endpoint: None,
                     candidates: Vec::new(),
                     persistent_keepalive: 0,
+                    location: None,
                 },
             };
             TargetPlan {

@@ -171,6 +171,15 @@ pub enum PodNetwork {
     Shared,
 }
 
+/// Whether the nodes of a member have tunnels to each other (`locations`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Locations {
+    /// They have none: the cluster's own network connects all its nodes.
+    Ignored,
+    /// Nodes of different locations have tunnels to each other.
+    Connected,
+}
+
 /// One entry of `spec.clusters`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Cluster {
@@ -194,6 +203,8 @@ pub struct Cluster {
     pub anchors: u16,
     /// Whether podCIDRs contain the pods' addresses.
     pub pod_network: PodNetwork,
+    /// Whether nodes of different locations have tunnels to each other.
+    pub locations: Locations,
     /// Pods published as host routes on the node that runs them (`Shared` only).
     pub exports: Vec<Export>,
     /// UDP port of Nodes that publish no endpoint.

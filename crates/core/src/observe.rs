@@ -287,6 +287,9 @@ pub struct PeerSpec {
     pub candidates: Vec<SocketAddr>,
     /// Keepalive interval in seconds; 0 = no keepalives.
     pub persistent_keepalive: u16,
+    /// The location of the node, if it is a node of the target's own cluster (`kilo-clustermesh.io/location`). Only the cluster's nodes
+    /// in other locations use such a Peer.
+    pub location: Option<String>,
 }
 
 /// A PeerPolicy that exists in a member.

@@ -244,6 +244,9 @@ fn degraded_condition(plan: &MeshPlan, leftovers: &BTreeMap<String, String>, bro
         let (reason, message) = match fact {
             Fact::NoAnchor { cluster, message } => ("NoAnchor", format!("cluster {cluster:?}: {message}")),
             Fact::NetworkInUse { cluster, message } => ("NetworkInUse", format!("cluster {cluster:?}: {message}")),
+            Fact::LocationsNotConnected { cluster, message } => {
+                ("LocationsNotConnected", format!("cluster {cluster:?}: {message}"))
+            }
             Fact::AddressShared { cluster, message } => ("AddressShared", format!("cluster {cluster:?}: {message}")),
             Fact::PodCIDRNotCovered { cluster, message } => {
                 ("PodCIDRNotCovered", format!("cluster {cluster:?}: {message}"))

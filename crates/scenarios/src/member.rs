@@ -116,6 +116,7 @@ fn peer_spec() -> impl Strategy<Value = PeerSpec> {
             endpoint,
             candidates: vec![],
             persistent_keepalive,
+            location: None,
         })
 }
 
@@ -144,6 +145,7 @@ fn peers() -> impl Strategy<Value = BTreeMap<String, ObservedPeer>> {
             endpoint: Some(Endpoint::Ip((own_address(n, k), 51820).into())),
             candidates: vec![],
             persistent_keepalive: 0,
+            location: None,
         };
         let owner = Owner {
             mesh: Some(mesh.into()),

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use clustermesh_core::mesh::{Addressing, Cluster, Grant, Mesh, MeshId, ObjectName, PodNetwork, Profile};
+use clustermesh_core::mesh::{Addressing, Cluster, Grant, Locations, Mesh, MeshId, ObjectName, PodNetwork, Profile};
 use ipnet::IpNet;
 use proptest::{
     collection, option,
@@ -41,7 +41,10 @@ fn cluster(n: usize) -> impl Strategy<Value = Cluster> {
         0u16..4,
         prop_oneof![4 => Just(PodNetwork::PerNode), 1 => Just(PodNetwork::Shared)],
         collection::vec(net(), 0..2),
-        prop::bool::weighted(0.1),
+        (
+            prop::bool::weighted(0.1),
+            prop_oneof![2 => Just(Locations::Ignored), 1 => Just(Locations::Connected)],
+        ),
     );
     let grant = (0usize..3, select(&["s", "t"][..])).prop_map(|(cluster, name)| Grant {
         cluster: format!("c{cluster}"),
@@ -62,7 +65,8 @@ fn cluster(n: usize) -> impl Strategy<Value = Cluster> {
         select(&[0u16, 15][..]),
     )
         .prop_map(move |(shape, egress, max_nodes, persistent_keepalive)| {
-            let (profile, addressing, allowed, anchored, anchors, pod_network, endpoint_networks, quarantine) = shape;
+            let (profile, addressing, allowed, anchored, anchors, pod_network, endpoint_networks, rest) = shape;
+            let (quarantine, locations) = rest;
             Cluster {
                 name: format!("c{n}"),
                 identity: identity(n),
@@ -73,6 +77,7 @@ fn cluster(n: usize) -> impl Strategy<Value = Cluster> {
                 previous_anchors: BTreeMap::new(),
                 anchors,
                 pod_network,
+                locations,
                 exports: vec![],
                 wireguard_port: 51820,
                 persistent_keepalive,

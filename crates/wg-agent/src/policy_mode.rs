@@ -265,7 +265,11 @@ fn inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, config: &PolicyConfig, s
         .nodes
         .objects()
         .flat_map(|(_, node)| node.internal_ips.iter().chain(&node.wireguard_ip));
-    let peers = snapshot.peers.objects().filter(|(_, seen)| is_mesh_peer(seen));
+    let is_of_this_cluster = |seen: &ParsedPeer| seen.spec.as_ref().is_ok_and(|spec| spec.location.is_some());
+    let peers = snapshot
+        .peers
+        .objects()
+        .filter(|(_, seen)| is_mesh_peer(seen) && !is_of_this_cluster(seen));
     Inputs {
         node: Node {
             name: config.node_name.clone(),
@@ -300,6 +304,7 @@ fn inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, config: &PolicyConfig, s
                 candidates: Vec::new(),
                 keepalive: None,
                 allowed_ips: seen.spec.iter().flat_map(|spec| &spec.allowed_ips).copied().collect(),
+                is_own_cluster: false,
             })
             .collect(),
         policies: snapshot

@@ -241,6 +241,7 @@ fn inputs(number: u8, interface: &str, all: &[u8], outer: &impl Fn(u8, u8) -> Fa
                     .into_iter()
                     .chain(Family::BOTH.map(|f| wireguard(other, f).into()))
                     .collect(),
+                is_own_cluster: false,
             })
             .collect(),
         policies: others()

@@ -65,6 +65,9 @@ pub fn compile_policy_mode(inputs: &Inputs, before: &BTreeSet<IpNet>) -> PolicyM
             wireguard_v4: None,
             wireguard_v6: None,
         },
+        // kg connects the locations of its cluster itself.
+        own_cluster: &BTreeSet::new(),
+        own_sources: &BTreeSet::new(),
         mesh: &mesh,
         throw: &BTreeSet::new(),
         published: &published,

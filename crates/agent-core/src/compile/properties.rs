@@ -63,16 +63,19 @@ fn policy() -> impl Strategy<Value = PolicySpec> {
 }
 
 fn peer() -> impl Strategy<Value = Peer> {
-    (0u8..6, 0u64..4, option::of(address()), vec(net(), 0..5)).prop_map(|(k, revision, endpoint, allowed_ips)| Peer {
-        name: format!("peer-{k}-{revision}"),
-        revision,
-        public_key: PublicKey::new([k; 32]),
-        preshared_key: None,
-        endpoint: endpoint.map(|ip| SocketAddr::new(ip, 51820)),
-        candidates: vec![],
-        keepalive: None,
-        allowed_ips,
-    })
+    (0u8..6, 0u64..4, option::of(address()), vec(net(), 0..5), any::<bool>()).prop_map(
+        |(k, revision, endpoint, allowed_ips, is_own_cluster)| Peer {
+            name: format!("peer-{k}-{revision}"),
+            revision,
+            public_key: PublicKey::new([k; 32]),
+            preshared_key: None,
+            endpoint: endpoint.map(|ip| SocketAddr::new(ip, 51820)),
+            candidates: vec![],
+            keepalive: None,
+            allowed_ips,
+            is_own_cluster,
+        },
+    )
 }
 
 fn inputs() -> impl Strategy<Value = Inputs> {

@@ -27,6 +27,7 @@ fn peer(n: u8, name: &str, endpoint: &str, allowed: &[&str]) -> Peer {
         candidates: vec![],
         keepalive: None,
         allowed_ips: allowed.iter().map(|t| t.parse().unwrap()).collect(),
+        is_own_cluster: false,
     }
 }
 
@@ -412,4 +413,37 @@ fn largest_mesh_has_three_routes_per_peer_and_few_elements() {
         got.firewall.v4.mesh.len() + got.firewall.v4.pairs.len() + got.firewall.v4.allow.len(),
         2 + 4 + 8
     );
+}
+
+#[test]
+fn node_in_another_location_is_accepted_without_a_policy() {
+    let mut inputs = worker();
+    let own = peer(
+        7,
+        "mesh--worker--n2",
+        "192.0.2.7:51820",
+        &["10.77.2.0/24", "100.66.9.2/32", "10.101.0.201/32"],
+    );
+    inputs.peers.push(Peer {
+        is_own_cluster: true,
+        ..own
+    });
+    let sets = compile(&inputs).firewall.v4;
+    assert_eq!(
+        sets.own_cluster,
+        nets(&["10.77.2.0/24", "100.66.9.2/32", "10.101.0.201/32"])
+    );
+    assert_eq!(sets.own_sources, nets(&["10.77.0.0/24", "10.101.0.200/32"]));
+    assert!(
+        sets.mesh
+            .iter()
+            .any(|net| net.contains(&"10.77.2.1".parse::<IpAddr>().unwrap()))
+    );
+
+    // WireGuard gives packets from 10.77.2.9 to the other member, so the policies decide about the whole network.
+    inputs
+        .peers
+        .push(peer(8, "mesh--c1--n2", "172.29.0.112:51820", &["10.77.2.9/32"]));
+    let sets = compile(&inputs).firewall.v4;
+    assert_eq!(sets.own_cluster, nets(&["100.66.9.2/32", "10.101.0.201/32"]));
 }

@@ -177,6 +177,9 @@ const FROM_MESH: &str = "from the mesh: check the policies";
 const TRANSIT: &str = "no transit from member to member";
 const KEEP_SOURCE: &str = "published source: keep it from a later masquerade";
 
+/// Condition for packets to nodes of this cluster in other locations, with a source that these accept from this node.
+pub(super) const OWN_CLUSTER_OUT: &str = "{ip} saddr @own_sources{n} {ip} daddr @own_cluster{n}";
+
 /// The head of the nat chain.
 const NAT_CHAIN: &str = "
   # Before the CNI's nat chain (priority 100). `accept` does not stop a later nat chain from masquerading; translating a source to
@@ -281,6 +284,11 @@ fn from_mesh_chains() -> String {
         "{ip} saddr @closed{n} counter drop",
         "from a member that is closed",
     );
+    add_rule_pair(
+        &mut out,
+        "{ip} saddr @own_cluster{n} accept",
+        "from another location of this cluster",
+    );
     add_rule(
         &mut out,
         "ct direction reply ct state established accept",
@@ -372,6 +380,11 @@ fn nat_and_mss_chains(parameters: &RuleParameters) -> String {
         ..
     } = parameters;
     let mut out = String::from(NAT_CHAIN);
+    add_rule_pair(
+        &mut out,
+        &format!("oifname \"{device}\" {OWN_CLUSTER_OUT} counter snat {{ip}} to {{ip}} saddr"),
+        "to another location of this cluster: keep the source from a later masquerade",
+    );
     add_rule_pair(
         &mut out,
         &format!("oifname \"{device}\" {{ip}} saddr @published{{n}} counter snat {{ip}} to {{ip}} saddr"),

@@ -4,7 +4,7 @@
 
 use super::{
     RuleParameters,
-    render::{TO_THIS_NODE, add_rule, add_rule_pair, match_mark, set_mark, to_this_node_chain},
+    render::{OWN_CLUSTER_OUT, TO_THIS_NODE, add_rule, add_rule_pair, match_mark, set_mark, to_this_node_chain},
 };
 use crate::numbers::{CONNECTION_MASK, MARK_MASK, MARK_TUNNEL, MARK_UNDERLAY};
 
@@ -71,6 +71,11 @@ pub(super) fn path_chains(parameters: &RuleParameters) -> String {
         &mut out,
         &format!("ct direction reply {from_underlay} {meta_underlay}"),
         "reply of a mesh endpoint to an underlay connection: use the underlay",
+    );
+    add_rule_pair(
+        &mut out,
+        "{ip} saddr @own_cluster{n} accept",
+        "from another location of this cluster",
     );
     add_rule(&mut out, TO_THIS_NODE, "to an address of this node");
     out.push_str("  }\n");
@@ -209,12 +214,22 @@ pub(super) fn leave_chains(parameters: &RuleParameters) -> String {
         &format!("ct direction reply {from_tunnel} {{ip}} saddr @served{{n}} accept"),
         "reply of an anchor: conntrack has restored the ClusterIP as its source",
     );
+    let (unmarked, ct_tunnel) = (match_mark(0, "ct"), set_mark(MARK_TUNNEL, "ct"));
+    add_rule_pair(
+        &mut out,
+        &format!("{OWN_CLUSTER_OUT} ct state new {unmarked} {ct_tunnel}"),
+        "connection to another location of this cluster",
+    );
+    add_rule_pair(
+        &mut out,
+        &format!("{OWN_CLUSTER_OUT} accept"),
+        "to another location of this cluster",
+    );
     add_rule_pair(
         &mut out,
         "{ip} saddr != @published{n} counter drop",
         "source is not published for this node",
     );
-    let (unmarked, ct_tunnel) = (match_mark(0, "ct"), set_mark(MARK_TUNNEL, "ct"));
     add_rule(
         &mut out,
         &format!("ct state new {unmarked} {ct_tunnel}"),

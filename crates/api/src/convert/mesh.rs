@@ -9,7 +9,9 @@ use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 
 use super::{Finding, creation_time, excerpt, parse_network};
 use crate::{
-    mesh::{Addressing, ClusterEntry, ClusterMesh, Egress, Export, IsolationProfile, PodNetwork, ServicePort},
+    mesh::{
+        Addressing, ClusterEntry, ClusterMesh, Egress, Export, IsolationProfile, Locations, PodNetwork, ServicePort,
+    },
     names::{ADOPT_HUB, DELETE_FOR_MOVE, PAUSED, QUARANTINE, is_label, is_subdomain},
 };
 
@@ -226,6 +228,10 @@ impl Reader {
             pod_network: match entry.pod_network {
                 PodNetwork::PerNode => core::PodNetwork::PerNode,
                 PodNetwork::Shared => core::PodNetwork::Shared,
+            },
+            locations: match entry.locations {
+                Locations::Ignored => core::Locations::Ignored,
+                Locations::Connected => core::Locations::Connected,
             },
             exports: entry
                 .exports

@@ -12,7 +12,7 @@ use kube::ResourceExt;
 use super::{excerpt, owner, parse_network, set_labels};
 use crate::{
     annotations::endpoint_host,
-    names::PEER_ENDPOINTS,
+    names::{PEER_ENDPOINTS, PEER_LOCATION},
     peer::{DnsOrIp, Peer, PeerEndpoint, PeerSpec},
 };
 
@@ -57,6 +57,7 @@ pub fn parse_strictly(peer: &Peer) -> Result<observe::PeerSpec, String> {
         endpoint: spec.endpoint.as_ref().map(parse_endpoint).transpose()?,
         candidates: parse_candidates(peer)?,
         persistent_keepalive: parse_keepalive(spec)?,
+        location: annotation(peer, PEER_LOCATION).map(str::to_owned),
     })
 }
 
@@ -103,12 +104,7 @@ fn parse_endpoint(written: &PeerEndpoint) -> Result<Endpoint, String> {
 /// Parses the endpoint candidates. They must be addresses, so that a node resolves at most one host name for a Peer: that of
 /// `spec.endpoint`.
 fn parse_candidates(peer: &Peer) -> Result<Vec<SocketAddr>, String> {
-    let text = peer
-        .metadata
-        .annotations
-        .as_ref()
-        .and_then(|a| a.get(PEER_ENDPOINTS))
-        .map_or("", String::as_str);
+    let text = annotation(peer, PEER_ENDPOINTS).unwrap_or_default();
     text.split(',')
         .filter(|part| !part.is_empty())
         .map(|part| {
@@ -118,6 +114,10 @@ fn parse_candidates(peer: &Peer) -> Result<Vec<SocketAddr>, String> {
                 .ok_or_else(|| format!("annotation {PEER_ENDPOINTS}: {:?} is not ip:port", excerpt(part)))
         })
         .collect()
+}
+
+fn annotation<'a>(peer: &'a Peer, key: &str) -> Option<&'a str> {
+    peer.annotations().get(key).map(String::as_str)
 }
 
 fn parse_leniently(spec: &PeerSpec) -> Result<observe::PeerSpec, String> {
@@ -132,6 +132,7 @@ fn parse_leniently(spec: &PeerSpec) -> Result<observe::PeerSpec, String> {
         endpoint: spec.endpoint.as_ref().and_then(|written| parse_endpoint(written).ok()),
         candidates: Vec::new(),
         persistent_keepalive: parse_keepalive(spec).unwrap_or_default(),
+        location: None,
     })
 }
 
@@ -143,22 +144,18 @@ pub fn from_core(name: &str, spec: &observe::PeerSpec, owner: &Owner) -> Peer {
     peer
 }
 
-/// Replaces an existing Peer's spec, the labels of `owner` and the annotation of endpoint candidates. The rest of its metadata stays, with
+/// Replaces an existing Peer's spec, the labels of `owner` and the annotations of endpoint candidates and location. The rest of its metadata stays, with
 /// the resourceVersion. The spec is replaced completely, so no field that the predecessor wrote remains.
 pub fn update(peer: &mut Peer, spec: &observe::PeerSpec, owner: &Owner) {
     set_labels(peer.labels_mut(), owner);
-    if spec.candidates.is_empty() {
-        if let Some(annotations) = &mut peer.metadata.annotations {
-            annotations.remove(PEER_ENDPOINTS);
+    let candidates: Vec<String> = spec.candidates.iter().map(ToString::to_string).collect();
+    let candidates = (!candidates.is_empty()).then(|| candidates.join(","));
+    for (key, value) in [(PEER_ENDPOINTS, candidates), (PEER_LOCATION, spec.location.clone())] {
+        if let Some(value) = value {
+            peer.annotations_mut().insert(key.to_owned(), value);
+        } else if let Some(annotations) = &mut peer.metadata.annotations {
+            annotations.remove(key);
         }
-    } else {
-        let text = spec
-            .candidates
-            .iter()
-            .map(ToString::to_string)
-            .collect::<Vec<_>>()
-            .join(",");
-        peer.annotations_mut().insert(PEER_ENDPOINTS.to_owned(), text);
     }
     peer.spec = PeerSpec {
         allowed_ips: spec.allowed_ips.iter().map(IpNet::to_string).collect(),

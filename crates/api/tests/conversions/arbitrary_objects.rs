@@ -76,6 +76,7 @@ fn peer_spec() -> impl Strategy<Value = observe::PeerSpec> {
                 endpoint,
                 candidates,
                 persistent_keepalive,
+                location: None,
             },
         )
 }

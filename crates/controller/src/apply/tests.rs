@@ -47,6 +47,7 @@ fn peer_step(source: &str, n: u16, action: Action) -> Step {
         endpoint: None,
         candidates: vec![],
         persistent_keepalive: 0,
+        location: None,
     };
     step(source, Item::Peer(format!("{source}-{n}"), Some(spec)), action)
 }

@@ -13,7 +13,7 @@ use clustermesh_api::{
     convert::{self, Finding},
     mesh::{ClusterEntry, ClusterMesh, KubeconfigSecretRef},
 };
-use clustermesh_core::mesh::{Addressing, Cluster, ClusterIdentity, Mesh, MeshId, ObjectName, PodNetwork};
+use clustermesh_core::mesh::{Addressing, Cluster, ClusterIdentity, Locations, Mesh, MeshId, ObjectName, PodNetwork};
 
 use super::to_core;
 use crate::{feed::Feed, hub::Hub, hub_writer::has_finalizer};
@@ -153,6 +153,7 @@ fn last_valid_mesh(object: &ClusterMesh, last_valid: &LastValidMeshes) -> Mesh {
                 exports: vec![],
                 wireguard_port: entry.wireguard_port,
                 persistent_keepalive: 0,
+                locations: Locations::Ignored,
                 endpoint_networks: vec![],
                 egress: vec![],
                 quarantine: false,

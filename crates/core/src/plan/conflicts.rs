@@ -183,10 +183,10 @@ pub(super) fn count_nodes_and_gateways(planned: &mut MeshPlan) {
     let mut registered: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     let mut gateways: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     for (target, target_plan) in &planned.targets {
-        // The Peers in a sandbox describe gateways, not Nodes.
+        // The Peers in a sandbox describe gateways of other members, not Nodes.
         let sandbox = planned.clusters.get(target).is_some_and(|report| report.sandbox);
         let peers = if sandbox { &mut gateways } else { &mut registered };
-        for peer in target_plan.peers.values() {
+        for peer in target_plan.peers.values().filter(|peer| peer.source != *target) {
             peers.entry(&peer.source).or_default().insert(&peer.node);
         }
         for access in target_plan.accesses.values() {

@@ -9,7 +9,7 @@ use super::{
 };
 use crate::{
     key::PublicKey,
-    mesh::{Addressing, Cluster, ClusterIdentity, Mesh, MeshId, PodNetwork, Profile},
+    mesh::{Addressing, Cluster, ClusterIdentity, Locations, Mesh, MeshId, PodNetwork, Profile},
     observe::{Claim, Member, Observation, Observations, ObservedPeer, Owner},
     ownership::{self, Claimant, Ownership},
 };
@@ -73,9 +73,11 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
             let registry = registries.get(name);
             // A sandbox has Peers for the gateways of a member that grants it a Service, and none for that member's nodes. So this
             // link (`Link::Grantor`) needs no registered node.
-            let needs_registration = mesh_members
-                .values()
-                .any(|other| link::between(other, mesh_member).is_some_and(|link| link != link::Link::Grantor));
+            let has_own_peers = mesh_member.can_connect && mesh_member.cluster.locations == Locations::Connected;
+            let needs_registration = has_own_peers
+                || mesh_members
+                    .values()
+                    .any(|other| link::between(other, mesh_member).is_some_and(|link| link != link::Link::Grantor));
             let report = ClusterReport {
                 accepted: (self.accepted.networks)
                     .get(&(mesh.id.clone(), name.clone()))

@@ -25,6 +25,7 @@ use crate::{
 mod anchors;
 mod held_nodes;
 mod keepalive;
+mod own_nodes;
 pub(super) mod own_pods;
 
 use keepalive::{NAT_KEEPALIVE, nat_keepalive};
@@ -168,15 +169,39 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         });
     }
 
+    /// The names that the naming rule gives to the Peers of a source's registered nodes.
+    fn own_names(&self, source: &str, registry: &NodeRegistry<'a>) -> BTreeSet<String> {
+        let nodes = registry.registered.iter();
+        nodes
+            .map(|node| self.inputs.naming.peer(self.inputs.mesh, source, node.node, false))
+            .collect()
+    }
+
+    /// The networks of the target in which endpoints of a source's nodes must not lie. The target's own nodes may have endpoints in them.
+    fn forbidden_networks(&self, source: &str) -> &'p [IpNet] {
+        if source == self.name {
+            &[]
+        } else {
+            &self.target.accepted
+        }
+    }
+
+    fn set_keepalive(&mut self, peer: &str, keepalive: u16) {
+        if let Some(peer) = self.peers.get_mut(peer) {
+            let has_endpoint = peer.spec.endpoint.is_some();
+            peer.spec.persistent_keepalive = if has_endpoint {
+                keepalive
+            } else {
+                nat_keepalive(keepalive)
+            };
+        }
+    }
+
     pub(super) fn add_source(&mut self, source: &str, mesh_member: &MeshMember<'a>) {
         let Some(registry) = self.inputs.registries.get(source) else {
             return;
         };
-        let own_names: BTreeSet<String> = registry
-            .registered
-            .iter()
-            .map(|r| self.inputs.naming.peer(self.inputs.mesh, source, r.node, false))
-            .collect();
+        let own_names = self.own_names(source, registry);
         let keepalive = self.keepalive(mesh_member);
         let is_missing_exports = mesh_member
             .last_observed()
@@ -187,16 +212,10 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             if is_missing_exports {
                 prefixes.extend(self.existing_host_routes(source, mesh_member, registry, node));
             }
+            prefixes.retain(|prefix| *prefix == node.wireguard || !self.own_pods.overlaps(*prefix));
             let candidates = self.candidates(source, mesh_member, node);
             if let Some(peer) = self.add_node(source, node, prefixes, candidates, &own_names) {
-                let spec = self.peers.get_mut(&peer).map(|peer| &mut peer.spec);
-                if let Some(spec) = spec {
-                    spec.persistent_keepalive = if spec.endpoint.is_none() {
-                        nat_keepalive(keepalive)
-                    } else {
-                        keepalive
-                    };
-                }
+                self.set_keepalive(&peer, keepalive);
                 added.insert(node.node, peer);
             }
         }
@@ -236,7 +255,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
     ) -> Result<endpoint::Candidates, (Reason, String)> {
         let context = endpoint::EndpointContext {
             source: &mesh_member.cluster,
-            target_networks: &self.target.accepted,
+            target_networks: self.forbidden_networks(source),
             target_families: self.target.families,
             discovered: &self.target.discovered,
             // kg uses only the first endpoint, and restarts all its sessions at each change of a Peer.
@@ -296,9 +315,6 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         let first = addresses.first().copied();
         let mut allowed_ips = BTreeSet::new();
         for prefix in &prefixes {
-            if *prefix != node.wireguard && self.own_pods.overlaps(*prefix) {
-                continue;
-            }
             // If the allowed IPs of a Peer contain its endpoint, kg routes the outer packets into the tunnel.
             if self.runs_kg && first.is_some_and(|endpoint| IpNet::from(endpoint.ip()) == *prefix) {
                 self.nodes_without_internal_ip
@@ -329,6 +345,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             endpoint: first.map(Endpoint::Ip),
             candidates: if addresses.len() > 1 { addresses } else { Vec::new() },
             persistent_keepalive: 0,
+            location: None,
         };
         Some(self.add_named_peer(source, node.node, spec, own_names))
     }
@@ -358,6 +375,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             // The sandbox's node keeps the path open: the gateway may be behind a hostPort or another NAT, and knows no endpoint of the
             // node until the node sends.
             persistent_keepalive: NAT_KEEPALIVE.get(),
+            location: None,
         };
         self.add_named_peer(source, name, spec, own_names);
     }

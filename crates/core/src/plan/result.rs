@@ -32,6 +32,7 @@ pub enum Reason {
     NodeEndpointInvalid,
     EndpointForbidden,
     TooManyNodes,
+    NodeNoLocation,
 }
 
 impl fmt::Display for Reason {
@@ -178,6 +179,13 @@ pub enum Fact {
         cluster: String,
         /// The number of its Peers.
         peers: usize,
+    },
+    /// A member whose entry has `locations: Connected` gets no tunnels between its locations.
+    LocationsNotConnected {
+        /// Entry of this mesh.
+        cluster: String,
+        /// The reason and the remedy.
+        message: String,
     },
     /// An endpoint annotation of a Node has a host name that does not resolve at the moment.
     EndpointUnresolved {

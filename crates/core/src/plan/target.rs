@@ -176,6 +176,7 @@ impl<'a> MeshInputs<'a> {
         if target.can_connect {
             self.plan_policies(name, target, &mut outcome.plan);
             let mut peer_planner = peers::PeerPlanner::new(self, name, target);
+            peer_planner.add_own_nodes();
             for (source, mesh_member) in self.sources(name, target) {
                 match self.link(name, target, mesh_member) {
                     None => {}

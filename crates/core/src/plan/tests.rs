@@ -10,7 +10,7 @@ use super::*;
 use crate::{
     diff::{Action, Item, Step, diff},
     key::PublicKey,
-    mesh::{Addressing, Cluster, Export, Grant, GrantPort, PodNetwork, PortRef, Profile, Protocol},
+    mesh::{Addressing, Cluster, Export, Grant, GrantPort, Locations, PodNetwork, PortRef, Profile, Protocol},
     observe::{
         Claim, Endpoint, Granularity, Member, Node, Observation, ObservedAccess, ObservedPeer, ObservedPolicy, Owner,
         PeerSpec, Pod, PolicySpec, Server, Service, ServicePort, Slice, SliceEndpoint,
@@ -22,6 +22,7 @@ mod anchors;
 mod existing_peers;
 mod keys;
 mod kilo;
+mod locations;
 mod nat;
 mod networks;
 mod networks_in_use;
@@ -90,6 +91,7 @@ pub(crate) fn entry(name: &str, identity: ClusterIdentity, allowed_networks: &[&
         exports: vec![],
         wireguard_port: 51820,
         persistent_keepalive: 0,
+        locations: Locations::Ignored,
         endpoint_networks: vec![],
         egress: vec![],
         quarantine: false,

@@ -13,7 +13,7 @@ use super::{CacheContent, LiveEndpoints, SavedObjects, UnixTime};
 /// The format's name in the header.
 const FORMAT: &str = "clustermesh wg-agent cache";
 /// The format version; a file of another version is not read.
-pub(super) const VERSION: u32 = 5;
+pub(super) const VERSION: u32 = 6;
 
 /// Why a file is not used. The agent renames such a file to `*.damaged`.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

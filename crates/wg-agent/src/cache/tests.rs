@@ -25,6 +25,7 @@ fn peer(endpoint: Endpoint) -> ParsedPeer {
             endpoint: Some(endpoint),
             candidates: vec!["192.0.2.1:51820".parse().unwrap(), "[2001:db8::1]:1".parse().unwrap()],
             persistent_keepalive: 25,
+            location: Some("west".into()),
         }),
     }
 }
@@ -51,6 +52,7 @@ fn snapshot() -> ClusterSnapshot {
         own: Some(OwnNode {
             external_ips: vec!["2001:db8::7".parse().unwrap()],
             force_endpoint: Some(Endpoint::Dns("n.example.org".into(), 7)),
+            location: "east".into(),
             kg_seen: Some(5),
             published: [("kilo.squat.ai/key", Some("x".to_owned()))].into(),
         }),
@@ -122,6 +124,7 @@ fn written_cache_is_loaded() {
         Some(OwnNode {
             external_ips: vec!["2001:db8::7".parse().unwrap()],
             force_endpoint: Some(Endpoint::Dns("n.example.org".into(), 7)),
+            location: "east".into(),
             ..OwnNode::default()
         })
     );

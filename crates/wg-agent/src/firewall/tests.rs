@@ -22,6 +22,8 @@ fn table(mesh: &str) -> Firewall {
         mesh: &nets,
         throw: &[].into(),
         published: &[].into(),
+        own_cluster: &[].into(),
+        own_sources: &[].into(),
         policies: &policies,
         internal_ips: &[].into(),
         api_servers: &[].into(),

@@ -61,6 +61,7 @@ pub(super) fn gather_inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, local:
     let mut members = BTreeMap::new();
     let mut unreadable = BTreeMap::new();
     let mut peers = Vec::new();
+    let own_location = own.own.as_ref().map_or("", |own| own.location.as_str());
     for (name, seen) in snapshot.peers.objects() {
         let spec = match &seen.spec {
             Ok(spec) => spec,
@@ -69,6 +70,12 @@ pub(super) fn gather_inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, local:
                 continue;
             }
         };
+        // A Peer with a location describes a node of this cluster. Nodes in this node's own location are reached without the tunnel. A
+        // node without a location has no Peer in the other locations, so it uses none.
+        let is_own_cluster = spec.location.is_some();
+        if is_own_cluster && (own_location.is_empty() || spec.location.as_deref() == Some(own_location)) {
+            continue;
+        }
         let endpoint = match &spec.endpoint {
             None => None,
             Some(Endpoint::Ip(address)) => Some(*address),
@@ -92,6 +99,7 @@ pub(super) fn gather_inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, local:
             candidates: spec.candidates.clone(),
             keepalive: NonZeroU16::new(spec.persistent_keepalive),
             allowed_ips: spec.allowed_ips.iter().copied().collect(),
+            is_own_cluster,
         });
     }
     let node = Node {
@@ -122,8 +130,14 @@ pub(super) fn gather_inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, local:
         .copied()
         .collect();
     let others = || snapshot.nodes.objects().filter(|(name, _)| *name != local.name);
+    let in_other_locations: BTreeSet<IpNet> = peers
+        .iter()
+        .filter(|peer| peer.is_own_cluster)
+        .flat_map(|peer| peer.allowed_ips.iter().copied())
+        .collect();
     let throw = others()
         .flat_map(|(_, node)| &node.internal_ips)
+        .filter(|ip| !in_other_locations.contains(&host(ip.to_canonical())))
         .chain(&local.underlay.next_hops)
         .chain(local.resolvers)
         .map(|ip| host(ip.to_canonical()))

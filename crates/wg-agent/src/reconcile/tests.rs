@@ -45,9 +45,13 @@ fn underlay() -> Underlay {
 }
 
 fn gathered(snapshot: &ClusterSnapshot) -> GatheredInputs {
+    gathered_for(snapshot, &ParsedNode::default())
+}
+
+fn gathered_for(snapshot: &ClusterSnapshot, own: &ParsedNode) -> GatheredInputs {
     gather_inputs(
         snapshot,
-        &ParsedNode::default(),
+        own,
         &LocalFacts {
             name: "a",
             public_key: PublicKey::new([9; 32]),
@@ -69,6 +73,7 @@ fn peer(endpoint: Option<Endpoint>) -> ParsedPeer {
         endpoint,
         candidates: Vec::new(),
         persistent_keepalive: 0,
+        location: None,
     };
     ParsedPeer {
         cluster: "mgmt".into(),
@@ -242,4 +247,55 @@ fn unreadable_peer_is_left_out_and_host_name_is_resolved() {
         cluster: "mgmt".into(),
     };
     assert_eq!(before.members, [(PublicKey::new([7; 32]), member)].into());
+}
+
+#[test]
+fn only_nodes_of_other_locations_are_peers_in_their_own_cluster() {
+    let inputs_in = |own_location: &str| {
+        let own_node = |public_key: u8, address: &str, location: &str| {
+            let mut peer = peer(None);
+            let spec = peer.spec.as_mut().unwrap();
+            spec.public_key = PublicKey::new([public_key; 32]);
+            spec.allowed_ips = [format!("{address}/32").parse().unwrap()].into();
+            spec.location = Some(location.into());
+            peer
+        };
+        let other_node = |address: &str| ParsedNode {
+            internal_ips: vec![address.parse().unwrap()],
+            ..ParsedNode::default()
+        };
+        let cluster = ClusterSnapshot {
+            peers: listed([
+                ("of-another-member", peer(None)),
+                ("b", own_node(1, "192.0.2.8", "east")),
+                ("c", own_node(2, "192.0.2.9", "west")),
+            ]),
+            nodes: listed([("b", other_node("192.0.2.8")), ("c", other_node("192.0.2.9"))]),
+            ..snapshot()
+        };
+        let own = ParsedNode {
+            own: Some(OwnNode {
+                location: own_location.into(),
+                ..OwnNode::default()
+            }),
+            ..ParsedNode::default()
+        };
+        gathered_for(&cluster, &own).inputs
+    };
+    for (own_location, expected) in [
+        ("east", &["c", "of-another-member"][..]),
+        ("west", &["b", "of-another-member"]),
+        ("north", &["b", "c", "of-another-member"]),
+        ("", &["of-another-member"]),
+    ] {
+        let inputs = inputs_in(own_location);
+        let mut names: Vec<&str> = inputs.peers.iter().map(|peer| &*peer.name).collect();
+        names.sort_unstable();
+        assert_eq!(names, expected, "in {own_location:?}");
+        // The other nodes of the own location stay on the underlay.
+        for (node, address) in [("b", "192.0.2.8/32"), ("c", "192.0.2.9/32")] {
+            let is_thrown = inputs.throw.contains(&address.parse().unwrap());
+            assert_eq!(is_thrown, !names.contains(&node), "{node} in {own_location:?}");
+        }
+    }
 }

@@ -132,6 +132,8 @@ pub struct OwnNode {
     pub external_ips: Vec<IpAddr>,
     /// `kilo.squat.ai/force-endpoint`.
     pub force_endpoint: Option<Endpoint>,
+    /// The node's location; empty if it has none.
+    pub location: String,
     /// `kilo.squat.ai/last-seen`, Unix seconds. Only kg writes it.
     #[serde(skip)]
     pub kg_seen: Option<i64>,
@@ -149,6 +151,7 @@ impl ParsedNode {
         let own = (node.metadata.name.as_deref() == Some(me)).then(|| OwnNode {
             external_ips: observed.external_ips.clone(),
             force_endpoint: observed.force_endpoint.value().cloned(),
+            location: observed.location.clone(),
             kg_seen: annotation(KILO_LAST_SEEN).and_then(|text| text.parse().ok()),
             published: keys.iter().map(|key| (*key, annotation(key))).collect(),
         });

@@ -38,6 +38,7 @@ fn default_cluster(name: &str, identity: core::ClusterIdentity, allowed: &[&str]
         exports: Vec::new(),
         wireguard_port: 51820,
         persistent_keepalive: 0,
+        locations: core::Locations::Ignored,
         endpoint_networks: Vec::new(),
         egress: Vec::new(),
         quarantine: false,

@@ -11,8 +11,8 @@ use crate::{
 };
 
 impl<'a> PeerPlanner<'a, '_> {
-    /// Plans the existing Peer of a held node again, without prefixes that are taken, that allowedNetworks do not contain, or that
-    /// overlap podCIDRs of a masqueraded target. `None` = the node has no valid Peer, or the Peer's key or name is taken.
+    /// Plans the existing Peer of a held node again, without prefixes that are taken. Unless it is a node of the target itself, also without
+    /// prefixes that allowedNetworks do not contain, or that overlap podCIDRs of a masqueraded target. `None` = the node has no valid Peer, or the Peer's key or name is taken.
     pub(super) fn hold_node(
         &mut self,
         source: &str,
@@ -33,8 +33,8 @@ impl<'a> PeerPlanner<'a, '_> {
             return None;
         }
         spec.allowed_ips.retain(|net| {
-            let is_taken = self.taken_prefixes.contains_key(net) || self.own_pods.overlaps(*net);
-            mesh_member.cluster.allows(*net) && !is_taken
+            let is_allowed = mesh_member.cluster.allows(*net) && !self.own_pods.overlaps(*net);
+            (is_allowed || source == self.name) && !self.taken_prefixes.contains_key(net)
         });
         // If a Peer's allowed IPs contain its endpoint, kg routes the outer packets into the tunnel. So the existing Peer was planned
         // without an InternalIP that is its endpoint. Record this again, for the fact `HostNetworkNotServed`.

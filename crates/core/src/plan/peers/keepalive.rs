@@ -29,7 +29,11 @@ impl<'a> PeerPlanner<'a, '_> {
         // The other direction: the endpoints of the target's nodes in the source.
         let context = endpoint::EndpointContext {
             source: &self.target.cluster,
-            target_networks: &source.accepted,
+            target_networks: if source.cluster.name == self.name {
+                &[]
+            } else {
+                &source.accepted
+            },
             target_families: source.families,
             discovered: &source.discovered,
             discovered_by_others: None,

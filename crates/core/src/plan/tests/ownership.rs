@@ -36,6 +36,7 @@ fn foreign_peer_keeps_its_name_key_and_prefixes() {
             endpoint: None,
             candidates: vec![],
             persistent_keepalive: 25,
+            location: None,
         }),
     };
     edit(&mut seen, &ClusterIdentity::Local, |m| {

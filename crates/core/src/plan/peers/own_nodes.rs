@@ -1,0 +1,127 @@
+//! Plans Peers for the target's own nodes, if its entry connects its locations (design rule 11).
+
+use std::collections::BTreeSet;
+
+use ipnet::IpNet;
+
+use super::PeerPlanner;
+use crate::{
+    mesh::{Locations, PodNetwork, is_too_wide},
+    observe::Claim,
+    plan::{
+        Fact, Reason, Skipped,
+        nodes::{self, NodeRegistry, RegisteredNode},
+    },
+};
+
+impl PeerPlanner<'_, '_> {
+    /// Adds a Peer for each registered node of the target itself. It has the node's location, and only the nodes in other locations use
+    /// it. Peers of own nodes are added before those of other members, so that no other member takes an own node's prefix.
+    pub(in crate::plan) fn add_own_nodes(&mut self) {
+        let (target, inputs, name) = (self.target, self.inputs, self.name);
+        let parts = target.last_observed().zip(inputs.registries.get(name));
+        let Some((member, registry)) = parts.filter(|_| target.cluster.locations == Locations::Connected) else {
+            return;
+        };
+        if registry.registered.is_empty() && registry.held.is_empty() {
+            return;
+        }
+        if let Some(message) = self.why_not_connected(registry) {
+            let cluster = name.to_owned();
+            self.facts.insert(Fact::LocationsNotConnected { cluster, message });
+            return;
+        }
+        for node in registry.held.keys() {
+            self.hold_node(name, target, node);
+        }
+        let api_servers: BTreeSet<IpNet> = member
+            .api_endpoints
+            .iter()
+            .map(|at| IpNet::from(at.ip().to_canonical()))
+            .collect();
+        let shared_ips = shared_internal_ips(registry);
+        let own_names = self.own_names(name, registry);
+        let keepalive = self.keepalive(target);
+        for node in &registry.registered {
+            let location = &node.observed.location;
+            if location.is_empty() {
+                let message = "it has no location, so nodes in other locations of its cluster have no tunnel to it: set the label \
+                               topology.kubernetes.io/region or the annotation kilo.squat.ai/location";
+                self.skipped.entry(name.to_owned()).or_default().push(Skipped {
+                    node: node.node.to_owned(),
+                    reason: Reason::NodeNoLocation,
+                    message: message.to_owned(),
+                    target: Some(name.to_owned()),
+                });
+                continue;
+            }
+            let mut prefixes = own_prefixes(target.cluster.pod_network, node);
+            // Nodes connect to the API server before they have a tunnel.
+            prefixes.retain(|net| !api_servers.contains(net));
+            for shared in prefixes.extract_if(.., |net| shared_ips.contains(net)) {
+                let message = format!(
+                    "InternalIP {} of Node {} is also that of another Node: nodes in other locations of the cluster reach neither at \
+                     this address. Give one of the Nodes another address",
+                    shared.addr(),
+                    node.node
+                );
+                let cluster = name.to_owned();
+                self.facts.insert(Fact::AddressShared { cluster, message });
+            }
+            let candidates = self.candidates(name, target, node);
+            if let Some(peer) = self.add_node(name, node, prefixes, candidates, &own_names) {
+                self.set_keepalive(&peer, keepalive);
+                if let Some(peer) = self.peers.get_mut(&peer) {
+                    peer.spec.location = Some(location.clone());
+                }
+            }
+        }
+    }
+
+    /// Why the locations of the target cannot be connected, or need no tunnels.
+    fn why_not_connected(&self, registry: &NodeRegistry<'_>) -> Option<String> {
+        if self.runs_kg {
+            let why =
+                "kg serves Nodes of the cluster, and connects the locations itself: remove `locations: Connected`";
+            return Some(why.to_owned());
+        }
+        let locations = registry.registered.iter().map(|node| &*node.observed.location);
+        let locations: BTreeSet<&str> = locations.filter(|location| !location.is_empty()).collect();
+        let found = match (locations.first(), locations.len()) {
+            (None, _) => "no Node has a location".to_owned(),
+            (Some(only), 1) => format!("every Node has the location {only:?}, or none"),
+            _ => return None,
+        };
+        Some(format!(
+            "{found}, so there are no tunnels inside the cluster: set the label topology.kubernetes.io/region or the annotation \
+             kilo.squat.ai/location of its Nodes, or remove `locations: Connected`"
+        ))
+    }
+}
+
+/// The allowed IPs of a node in its own cluster: all its addresses and pod networks, even those outside allowedNetworks, which say what
+/// other members may see.
+fn own_prefixes(pod_network: PodNetwork, node: &RegisteredNode<'_>) -> BTreeSet<IpNet> {
+    let observed = node.observed;
+    let mut prefixes = node.prefixes.clone();
+    prefixes.extend(internal_ips(node));
+    if pod_network == PodNetwork::PerNode {
+        let pod_cidrs = observed.pod_cidrs.iter().filter_map(Claim::value).map(IpNet::trunc);
+        prefixes.extend(pod_cidrs.filter(|network| !is_too_wide(network)));
+    }
+    prefixes
+}
+
+/// The InternalIPs that more than one registered node has. Locations may have equal private networks, and an agent refuses a Peer with an
+/// address of its own node.
+fn shared_internal_ips(registry: &NodeRegistry<'_>) -> BTreeSet<IpNet> {
+    let mut seen = BTreeSet::new();
+    let nodes = registry.registered.iter();
+    let all = nodes.flat_map(|node| internal_ips(node).collect::<BTreeSet<IpNet>>());
+    all.filter(|ip| !seen.insert(*ip)).collect()
+}
+
+fn internal_ips(node: &RegisteredNode<'_>) -> impl Iterator<Item = IpNet> {
+    let addresses = node.observed.internal_ips.iter();
+    addresses.map(|address| nodes::host_route(address.to_canonical()))
+}

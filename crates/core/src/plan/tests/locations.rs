@@ -1,0 +1,166 @@
+//! Tests the Peers of a member's nodes in their own cluster (rule 11).
+
+use super::*;
+
+const X: &str = "m--tenant--x";
+
+/// A mesh of the hub and a tenant with the nodes `x` and `y` in the east and `z` in the west.
+fn mesh_with_locations() -> (Mesh, Observations) {
+    let mut mesh = two_clusters();
+    mesh.clusters[1].locations = Locations::Connected;
+    let mut seen = seen();
+    edit(&mut seen, &secret("tenant"), |tenant| {
+        for (n, name) in [(1, "x"), (2, "y"), (3, "z")] {
+            let location = if name == "z" { "west" } else { "east" };
+            let node = Node {
+                location: location.into(),
+                ..node(2, n)
+            };
+            tenant.nodes.insert(name.into(), node);
+        }
+    });
+    (mesh, seen)
+}
+
+fn edit_node(seen: &mut Observations, name: &str, change: impl FnOnce(&mut Node)) {
+    edit(seen, &secret("tenant"), |tenant| {
+        change(tenant.nodes.get_mut(name).unwrap())
+    });
+}
+
+/// The Peers of the tenant's own nodes in the tenant.
+fn own_peers(plan: &MeshPlan) -> Vec<&str> {
+    let peers = plan.targets["tenant"].peers.iter();
+    let own = peers.filter(|(_, peer)| peer.source == "tenant");
+    own.map(|(name, _)| &**name).collect()
+}
+
+fn not_connected(plan: &MeshPlan) -> &str {
+    let messages = plan.facts.iter().filter_map(|fact| match fact {
+        Fact::LocationsNotConnected { message, .. } => Some(&**message),
+        _ => None,
+    });
+    let messages: Vec<&str> = messages.collect();
+    assert_eq!(messages.len(), 1, "{:?}", plan.facts);
+    messages[0]
+}
+
+#[test]
+fn own_nodes_have_peers_with_all_their_addresses() {
+    let (mut mesh, seen) = mesh_with_locations();
+    for addressing in [Addressing::Routed, Addressing::Masqueraded] {
+        mesh.clusters[1].addressing = addressing;
+        mesh.clusters[1].allowed = match addressing {
+            Addressing::Routed => nets(&["10.2.0.0/16", "100.66.2.0/24"]),
+            Addressing::Masqueraded => nets(&["100.66.2.0/24"]),
+        };
+        let (_, plan) = plan_mesh(&mesh, &seen);
+        assert_eq!(own_peers(&plan), [X, "m--tenant--y", "m--tenant--z"]);
+        let expected = PeerSpec {
+            public_key: key(33),
+            allowed_ips: net_set(&["10.2.1.0/24", "100.66.2.1/32", "172.30.2.1/32"]),
+            endpoint: Some(Endpoint::Ip("172.30.2.1:51820".parse().unwrap())),
+            candidates: vec![],
+            persistent_keepalive: 0,
+            location: Some("east".into()),
+        };
+        assert_eq!(plan.targets["tenant"].peers[X].spec, expected);
+        // Other members see what they see without locations.
+        let in_hub = &plan.targets["mgmt"].peers[X].spec;
+        assert!(!in_hub.allowed_ips.contains(&"172.30.2.1/32".parse().unwrap()));
+        assert_eq!(in_hub.location, None);
+        assert_eq!(plan.clusters["tenant"].registered, 3);
+    }
+    mesh.clusters[1].locations = Locations::Ignored;
+    assert_eq!(own_peers(&plan_mesh(&mesh, &seen).1), Vec::<&str>::new());
+}
+
+#[test]
+fn address_of_the_api_server_is_left_out() {
+    let (mesh, mut seen) = mesh_with_locations();
+    edit(&mut seen, &secret("tenant"), |tenant| {
+        tenant.api_endpoints = ["172.30.2.1:6443".parse().unwrap()].into();
+    });
+    let (_, plan) = plan_mesh(&mesh, &seen);
+    assert_eq!(*allowed(&plan, "tenant", X), net_set(&["10.2.1.0/24", "100.66.2.1/32"]));
+}
+
+#[test]
+fn address_that_two_nodes_have_is_left_out_of_both_peers() {
+    let (mesh, mut seen) = mesh_with_locations();
+    edit_node(&mut seen, "z", |z| z.internal_ips = vec!["172.30.2.1".parse().unwrap()]);
+    let (_, plan) = plan_mesh(&mesh, &seen);
+    for (peer, expected) in [
+        (X, ["10.2.1.0/24", "100.66.2.1/32"]),
+        ("m--tenant--z", ["10.2.3.0/24", "100.66.2.3/32"]),
+    ] {
+        assert_eq!(*allowed(&plan, "tenant", peer), net_set(&expected));
+    }
+    let shared = plan
+        .facts
+        .iter()
+        .filter(|fact| matches!(fact, Fact::AddressShared { .. }));
+    assert_eq!(shared.count(), 2);
+}
+
+#[test]
+fn node_without_location_is_skipped_in_its_own_cluster_alone() {
+    let (mesh, mut seen) = mesh_with_locations();
+    edit_node(&mut seen, "x", |x| x.location = String::new());
+    let (_, plan) = plan_mesh(&mesh, &seen);
+    assert_eq!(own_peers(&plan), ["m--tenant--y", "m--tenant--z"]);
+    assert!(plan.targets["mgmt"].peers.contains_key(X));
+    let skipped = &plan.clusters["tenant"].skipped;
+    assert_eq!(
+        skipped
+            .iter()
+            .map(|s| (&*s.node, s.reason, s.target.as_deref()))
+            .collect::<Vec<_>>(),
+        [("x", Reason::NodeNoLocation, Some("tenant"))]
+    );
+}
+
+#[test]
+fn single_location_and_kg_are_reported_and_get_no_peers() {
+    let (mesh, mut seen) = mesh_with_locations();
+    edit_node(&mut seen, "z", |z| z.server = Server::Kilo);
+    let (_, plan) = plan_mesh(&mesh, &seen);
+    assert!(
+        not_connected(&plan).starts_with("kg serves Nodes of the cluster"),
+        "{}",
+        not_connected(&plan)
+    );
+    assert_eq!(own_peers(&plan), Vec::<&str>::new());
+
+    let (mesh, mut seen) = mesh_with_locations();
+    edit_node(&mut seen, "z", |z| z.location = "east".into());
+    let (_, plan) = plan_mesh(&mesh, &seen);
+    assert!(not_connected(&plan).starts_with("every Node has the location \"east\""));
+    assert_eq!(own_peers(&plan), Vec::<&str>::new());
+}
+
+#[test]
+fn held_node_keeps_its_peer_in_its_own_cluster() {
+    let (mut mesh, mut seen) = mesh_with_locations();
+    mesh.clusters[1].addressing = Addressing::Masqueraded;
+    write_plan(&mesh, &mut seen);
+    let before = plan_mesh(&mesh, &seen).1.targets["tenant"].peers[X].spec.clone();
+    edit_node(&mut seen, "x", |x| x.public_key = Claim::Absent);
+    let (_, plan) = plan_mesh(&mesh, &seen);
+    assert_eq!(plan.targets["tenant"].peers[X].spec, before);
+}
+
+#[test]
+fn other_member_cannot_take_a_prefix_of_an_own_node() {
+    let (mut mesh, mut seen) = mesh_with_locations();
+    mesh.clusters[1].addressing = Addressing::Masqueraded;
+    mesh.clusters[1].allowed = nets(&["100.66.2.0/24"]);
+    // The hub's networks contain the tenant's pods and addresses, as those of a hub that hosts the tenant's nodes do.
+    mesh.clusters[0].allowed = nets(&["10.0.0.0/8", "172.30.0.0/16", "100.66.1.0/24"]);
+    edit(&mut seen, &ClusterIdentity::Local, |hub| {
+        hub.nodes.get_mut("a").unwrap().internal_ips = vec!["172.30.2.1".parse().unwrap()];
+    });
+    let (_, plan) = plan_mesh(&mesh, &seen);
+    assert!(allowed(&plan, "tenant", X).contains(&"172.30.2.1/32".parse().unwrap()));
+    assert!(!allowed(&plan, "tenant", "m--mgmt--a").contains(&"172.30.2.1/32".parse().unwrap()));
+}
