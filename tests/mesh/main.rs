@@ -7,6 +7,7 @@ mod flows;
 mod grants;
 mod iptables;
 mod kubevirt;
+mod locations;
 mod members;
 mod nat;
 mod operations;

@@ -40,6 +40,9 @@ pub struct ClusterPlan {
     /// The network to which the nodes are connected.
     #[serde(default)]
     pub node_network: NodeNetwork,
+    /// The first node that is on the underlay although the others are in `node_network`; `None` = all nodes are in `node_network`.
+    #[serde(default)]
+    pub first_underlay_node: Option<u8>,
     /// The IPv6 ranges of a dual-stack cluster. Its first family is IPv4.
     #[serde(default)]
     pub v6: Option<PlanV6>,
@@ -299,6 +302,19 @@ impl LabPlan {
         self
     }
 
+    /// Does the same as [`Self::with_nat`] for the first `nodes` nodes of the cluster. The others are on the underlay.
+    ///
+    /// # Panics
+    /// As [`Self::with_nat`].
+    #[must_use]
+    pub fn with_nat_for(self, nodes: u8, cluster: &str, lan: &str, kind: NatKind) -> Self {
+        let mut plan = self.with_nat(cluster, lan, kind);
+        for one in plan.clusters.iter_mut().filter(|one| one.name == cluster) {
+            one.first_underlay_node = Some(nodes + 1);
+        }
+        plan
+    }
+
     /// Checks the constraints on which the lab relies.
     pub(crate) fn validate(&self) -> Result<()> {
         let mut names = std::collections::BTreeSet::new();
@@ -391,6 +407,7 @@ impl ClusterPlan {
             wireguard_cidr: net(100, 66, n, 24).into(),
             underlay: net(172, 30, n, 24),
             node_network: NodeNetwork::Underlay,
+            first_underlay_node: None,
             v6: None,
             proxy: ProxyMode::Nftables,
             policies: false,
@@ -453,7 +470,7 @@ impl ClusterPlan {
     /// Node number `n`, from 1, on the underlay or behind the NAT router. For [`NodeNetwork::Pods`] see `node_in_pods`.
     pub fn node(&self, n: u8) -> NodePlan {
         let (address, uplink) = match &self.node_network {
-            NodeNetwork::Nat { lan, .. } => {
+            NodeNetwork::Nat { lan, .. } if self.first_underlay_node.is_none_or(|first| n < first) => {
                 let router = self.nat_router();
                 (self.address_behind_nat(*lan, n), Uplink::Nat { lan: *lan, router })
             }

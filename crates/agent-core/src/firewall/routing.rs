@@ -176,6 +176,18 @@ pub(super) fn leave_chains(parameters: &RuleParameters) -> String {
         );
     }
     out.push_str(
+        "    # Connections with another node of this cluster leave the tunnel when the nodes get the same location.\n",
+    );
+    for (end, comment) in [("daddr", "to"), ("saddr", "from")] {
+        for set in ["pods_elsewhere", "nodes"] {
+            add_rule_pair(
+                &mut out,
+                &format!("{{ip}} {end} @{set}{{n}} {{ip}} {end} != @mesh{{n}} accept"),
+                &format!("{comment} another node of this cluster, by the cluster's own network"),
+            );
+        }
+    }
+    out.push_str(
         "    # After a prefix is removed from the mesh, conntrack still has its connections, translated to a published source.\n",
     );
     add_rule(

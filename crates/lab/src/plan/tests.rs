@@ -17,6 +17,7 @@ fn second_cluster_of_a_plan_has_the_second_default_ranges() {
             wireguard_cidr: "100.66.2.0/24".parse().unwrap(),
             underlay: "172.30.2.0/24".parse().unwrap(),
             node_network: NodeNetwork::Underlay,
+            first_underlay_node: None,
             v6: None,
             proxy: ProxyMode::Nftables,
             policies: false,

@@ -137,8 +137,9 @@ pub(super) fn gather_inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, local:
         .collect();
     let throw = others()
         .flat_map(|(_, node)| &node.internal_ips)
-        .filter(|ip| !in_other_locations.contains(&host(ip.to_canonical())))
         .chain(&local.underlay.next_hops)
+        // The CNI may have a route by the address of a node in another location.
+        .filter(|ip| !in_other_locations.contains(&host(ip.to_canonical())))
         .chain(local.resolvers)
         .map(|ip| host(ip.to_canonical()))
         .chain(local.bypass.iter().copied())

@@ -1,0 +1,278 @@
+//! Tests a member whose nodes are in three locations, on whole clusters: two nodes in a datacenter behind a NAT, and one in each of two
+//! clouds. Without the mesh, pods in the datacenter and pods in a cloud cannot reach each other.
+
+use std::net::IpAddr;
+
+use clustermesh_lab::{Cluster, Lab, LabPlan, NatKind, Product, RunningPod, Tunnel, wait_until};
+use serde_json::Value;
+
+use crate::setup::{
+    HUB, MEMBER, PATIENCE, assert_answers, expected_answer, host, json, pod, unix_millis, url, wireguard,
+};
+
+/// The location of each node of the member.
+const LOCATIONS: [(&str, &str); 4] = [
+    ("tenant-a-1", "datacenter"),
+    ("tenant-a-2", "datacenter"),
+    ("tenant-a-3", "cloud-a"),
+    ("tenant-a-4", "cloud-b"),
+];
+const LAN: &str = "192.168.1.0/24";
+/// The UDP port of the echo servers in pods.
+const ECHO_PORT: u16 = 9091;
+
+struct TestEnv<'a> {
+    lab: &'a Lab,
+    hub: Cluster<'a>,
+    member: Cluster<'a>,
+    hub_webs: Vec<RunningPod>,
+    webs: Vec<RunningPod>,
+}
+
+#[tokio::test]
+async fn nodes_in_several_locations_are_one_cluster() {
+    let plan = LabPlan::clusters(&[(HUB, 1), (MEMBER, 4)]).with_nat_for(
+        2,
+        MEMBER,
+        LAN,
+        NatKind::EndpointIndependent { first_port: 40001 },
+    );
+    let lab = Lab::start(plan).await.unwrap();
+    let product = Product::install(&lab, &[HUB, MEMBER], Tunnel::Userspace, &|_| {})
+        .await
+        .unwrap();
+    let [hub, member] = [HUB, MEMBER].map(|name| lab.cluster(name));
+    for (node, location) in LOCATIONS {
+        label(&member, node, &format!("topology.kubernetes.io/region={location}")).await;
+    }
+    member.run_web().await.unwrap();
+    let one_for_each_node = ["scale", "deployment/web", "--replicas=4"];
+    member.kubectl(one_for_each_node).await.unwrap();
+    member.wait_for_rollout("default", "deployment/web").await.unwrap();
+    let webs = member.web_pods().await.unwrap();
+    let env = TestEnv {
+        lab: &lab,
+        hub_webs: hub.run_web().await.unwrap(),
+        webs,
+        hub,
+        member,
+    };
+    env.locations_are_apart_without_the_mesh().await;
+    let capture = lab.capture("locations", "ip").await.unwrap();
+    // The pods' addresses are outside allowedNetworks, which say only what other members see.
+    let mesh = product.mesh_masqueraded(&[MEMBER], &[]);
+    let mesh = mesh.replace(
+        "addressing: Masqueraded",
+        "addressing: Masqueraded\n    locations: Connected",
+    );
+    product.mesh_up(&mesh).await.unwrap();
+
+    env.pods_reach_pods_with_their_own_address().await;
+    env.services_have_endpoints_in_every_location().await;
+    env.nodes_are_reached_at_their_addresses().await;
+    env.kubelets_answer_the_api_server().await;
+    env.location_uses_its_own_network().await;
+    env.hub_is_reached_from_every_location().await;
+    let captured = capture.stop().await.unwrap();
+    let plan = env.member.plan();
+    let unencrypted = format!(
+        "not udp port 51820 and not udp portrange 40001-40002 and (net {} or net {} or net {LAN})",
+        plan.pod_cidr, plan.wireguard_cidr
+    );
+    // The API server reaches the kubelets in the datacenter without the mesh.
+    let filter = format!("{unencrypted} and not host {}", plan.api_address());
+    assert_eq!(captured.packets(&filter).await.unwrap(), Vec::<String>::new());
+
+    env.node_is_followed_into_another_location().await;
+    env.node_without_location_is_reported().await;
+}
+
+async fn label(cluster: &Cluster<'_>, node: &str, label: &str) {
+    cluster
+        .kubectl(["label", "node", node, label, "--overwrite"])
+        .await
+        .unwrap();
+}
+
+impl TestEnv<'_> {
+    fn web(&self, node: &str) -> &RunningPod {
+        self.webs.iter().find(|web| web.node == node).unwrap()
+    }
+
+    async fn locations_are_apart_without_the_mesh(&self) {
+        let (here, there) = (self.web("tenant-a-1"), self.web("tenant-a-3"));
+        for (from, to) in [(here, there), (there, here)] {
+            let answer = self.lab.http_get(&pod(from), &url(to.ip, 8080)).await.unwrap();
+            assert!(answer.is_err(), "{answer:?}");
+        }
+        let answer = self
+            .lab
+            .http_get(&pod(here), &url(self.web("tenant-a-2").ip, 8080))
+            .await
+            .unwrap();
+        assert_eq!(answer.unwrap().client_ip, here.ip);
+    }
+
+    async fn pods_reach_pods_with_their_own_address(&self) {
+        for from in &self.webs {
+            for to in &self.webs {
+                assert_answers(self.lab, &pod(from), &url(to.ip, 8080), &[expected_answer(to, from.ip)]).await;
+            }
+        }
+    }
+
+    async fn services_have_endpoints_in_every_location(&self) {
+        let web = self.member.cluster_ip("default", "web").await.unwrap();
+        for from in &self.webs {
+            let answers: Vec<_> = self.webs.iter().map(|to| expected_answer(to, from.ip)).collect();
+            // A pod that reaches itself through the Service is masqueraded by kube-proxy.
+            let to_others: Vec<_> = answers.into_iter().filter(|answer| answer.pod != from.name).collect();
+            self.assert_some_answers(from, &url(web, 80), &to_others).await;
+        }
+    }
+
+    /// Repeats a request until it has got each of these answers; ignores others.
+    async fn assert_some_answers(&self, from: &RunningPod, url: &str, want: &[clustermesh_lab::Answer]) {
+        let mut missing: Vec<_> = want.to_vec();
+        wait_until(
+            format!("{url} to give {} every answer", from.node),
+            PATIENCE,
+            async || {
+                let answer = self.lab.http_get_until_answered(&pod(from), url).await;
+                let answer = answer.map_err(|error| error.to_string())?;
+                missing.retain(|wanted| *wanted != answer);
+                if missing.is_empty() {
+                    Ok(())
+                } else {
+                    Err(format!("without {missing:?}"))
+                }
+            },
+        )
+        .await
+        .unwrap();
+    }
+
+    /// From pods and from nodes.
+    async fn nodes_are_reached_at_their_addresses(&self) {
+        for from in &self.webs {
+            for to in &self.webs {
+                let address = IpAddr::from(self.lab.node(&to.node).address());
+                for client in [pod(from), host(&from.node)] {
+                    let answered = self.lab.ping(&client, address).await.unwrap();
+                    assert!(answered, "{client} -> {address} of {}", to.node);
+                }
+            }
+        }
+    }
+
+    async fn kubelets_answer_the_api_server(&self) {
+        for web in &self.webs {
+            let output = self.member.kubectl(["exec", &web.name, "--", "true"]).await;
+            output.unwrap();
+        }
+    }
+
+    /// The datacenter's nodes have no tunnel to each other.
+    async fn location_uses_its_own_network(&self) {
+        for (node, other, device) in [
+            ("tenant-a-1", "tenant-a-2", "eth0"),
+            ("tenant-a-2", "tenant-a-1", "eth0"),
+            ("tenant-a-1", "tenant-a-3", "kilo0"),
+            ("tenant-a-3", "tenant-a-4", "kilo0"),
+        ] {
+            for address in [self.web(other).ip, self.lab.node(other).address().into()] {
+                assert_eq!(
+                    self.device_to(node, address).await,
+                    device,
+                    "{node} -> {address} of {other}"
+                );
+            }
+        }
+    }
+
+    /// The device by which packets from a node to an address leave.
+    async fn device_to(&self, node: &str, address: IpAddr) -> String {
+        let route = self
+            .lab
+            .node(node)
+            .exec(["ip", "-j", "route", "get", &address.to_string()])
+            .await
+            .unwrap();
+        let route: Value = serde_json::from_str(&route.stdout).unwrap();
+        route[0]["dev"].as_str().unwrap().to_owned()
+    }
+
+    async fn hub_is_reached_from_every_location(&self) {
+        for from in &self.webs {
+            let node = wireguard(&self.member, &from.node).await;
+            let to = &self.hub_webs[0];
+            assert_answers(self.lab, &pod(from), &url(to.ip, 8080), &[expected_answer(to, node)]).await;
+        }
+    }
+
+    /// The node in cloud A is moved into cloud B, where it uses the network of that location, and back.
+    async fn node_is_followed_into_another_location(&self) {
+        let (from, to) = (self.web("tenant-a-3"), self.web("tenant-a-4"));
+        let probe = self.lab.probe_program().unwrap();
+        let node = self.lab.node(&to.node);
+        let echo = node
+            .pod_spawn("echo", to.ip, [&*probe, "udp-echo", &format!(":{ECHO_PORT}")])
+            .unwrap();
+        let watch = self.lab.watch_udp(&pod(from), (to.ip, ECHO_PORT).into()).unwrap();
+        watch.wait_for_echo_after(0).await.unwrap();
+        for (location, device) in [("cloud-b", "eth0"), ("cloud-a", "kilo0")] {
+            let moved = unix_millis();
+            label(
+                &self.member,
+                &from.node,
+                &format!("topology.kubernetes.io/region={location}"),
+            )
+            .await;
+            for (node, address) in [(&from.node, to.ip), (&to.node, from.ip)] {
+                wait_until(format!("{node} to use {device}"), PATIENCE, async || {
+                    let used = self.device_to(node, address).await;
+                    if used == device { Ok(()) } else { Err(used) }
+                })
+                .await
+                .unwrap();
+            }
+            let followed = unix_millis();
+            let next = watch.wait_for_echo_after(followed + 500).await;
+            next.unwrap();
+            let times = watch.echo_times();
+            let longest = times
+                .windows(2)
+                .map(|pair| (pair[1] - pair[0], pair[1]))
+                .filter(|(_, at)| *at > moved)
+                .max();
+            println!(
+                "node moved to {location}: followed after {} ms, longest gap between echoes {} ms",
+                followed - moved,
+                longest.map_or(0, |(gap, _)| gap)
+            );
+        }
+        drop(echo);
+        self.pods_reach_pods_with_their_own_address().await;
+    }
+
+    async fn node_without_location_is_reported(&self) {
+        label(&self.member, "tenant-a-3", "topology.kubernetes.io/region-").await;
+        wait_until("the mesh to report the node", PATIENCE, async || {
+            let mesh = json(&self.hub, &["-n", "clustermesh", "get", "clustermesh", "demo"]).await;
+            let clusters = mesh["status"]["clusters"].as_array().unwrap();
+            let member = clusters.iter().find(|cluster| cluster["name"] == MEMBER).unwrap();
+            let skipped = &member["skipped"][0];
+            if skipped["node"] == "tenant-a-3" && skipped["reason"] == "NodeNoLocation" {
+                println!("{}", skipped["message"]);
+                Ok(())
+            } else {
+                Err(member.to_string())
+            }
+        })
+        .await
+        .unwrap();
+        // The other nodes are not affected.
+        let (from, to) = (self.web("tenant-a-1"), self.web("tenant-a-4"));
+        assert_answers(self.lab, &pod(from), &url(to.ip, 8080), &[expected_answer(to, from.ip)]).await;
+    }
+}
