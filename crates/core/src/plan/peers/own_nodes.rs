@@ -1,4 +1,4 @@
-//! Plans Peers for the target's own nodes, if its entry connects its locations (design rule 11).
+//! Plans Peers for the target's own nodes, if its entry connects its locations (design rule 14).
 
 use std::collections::BTreeSet;
 
