@@ -15,6 +15,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use xtask::{prereq, programs};
 
 mod equal_cidrs;
+mod locations;
 mod nat;
 mod sandbox;
 
@@ -51,6 +52,8 @@ enum Scenario {
     Nat,
     /// Connects two tenants with equal pod and Service networks with one hub.
     EqualCidrs,
+    /// Connects the nodes of one tenant in a datacenter and two clouds.
+    Locations,
 }
 
 /// Runs the demo. At its end the clusters are removed, unless `--keep` is set. After Ctrl-C, SIGTERM or SIGKILL they are removed in any
@@ -87,6 +90,7 @@ async fn run_scenario(scenario: Scenario, keep: bool) -> anyhow::Result<()> {
         Scenario::Sandbox => sandbox::plan(),
         Scenario::Nat => nat::plan(),
         Scenario::EqualCidrs => equal_cidrs::plan(),
+        Scenario::Locations => locations::plan(),
     };
     let mut lab = Lab::start_with(plan, &print_step).await?;
     let result = {
@@ -100,6 +104,7 @@ async fn run_scenario(scenario: Scenario, keep: bool) -> anyhow::Result<()> {
             Scenario::Sandbox => demo.sandbox().await,
             Scenario::Nat => demo.nat().await,
             Scenario::EqualCidrs => demo.equal_cidrs().await,
+            Scenario::Locations => demo.locations().await,
         };
         outcome.and_then(|()| match demo.failed.as_slice() {
             [] => Ok(()),
