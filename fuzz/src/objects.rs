@@ -175,7 +175,7 @@ fn inputs(objects: Vec<DynamicObject>) -> Inputs {
                 candidates: spec.candidates,
                 keepalive: std::num::NonZeroU16::new(spec.persistent_keepalive),
                 allowed_ips: spec.allowed_ips.into_iter().collect(),
-                is_own_cluster: spec.location.is_some(),
+                role: spec.role,
             });
         }
     }

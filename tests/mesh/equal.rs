@@ -1,9 +1,12 @@
 //! Tests two `cluster-meshed` tenants with equal pod and Service networks, `addressing: Masqueraded` and one hub, on whole clusters. The
-//! tenants use pods and Services of the hub at the same time. Nothing reaches the pods of a masqueraded tenant through the mesh.
+//! tenants use pods and Services of the hub at the same time. The hub and the other tenant use the Services of a masqueraded tenant
+//! through its gateways. Nothing else reaches its pods through the mesh.
 
 use std::net::IpAddr;
 
-use clustermesh_lab::{Answer, Cluster, Lab, LabPlan, MESH, NAMESPACE, Product, RunningPod, Tunnel, wait_until};
+use clustermesh_lab::{
+    Answer, Cluster, GATEWAYS, Lab, LabPlan, MESH, NAMESPACE, Product, RunningPod, Tunnel, wait_until,
+};
 use serde_json::Value;
 
 use crate::setup::{HUB, PATIENCE, anchors_of, assert_answers, expected_answer, host, json, pod, url, wireguard};
@@ -12,6 +15,9 @@ const TENANTS: [&str; 2] = ["tenant-a", "tenant-b"];
 /// Mirrors the hub's web servers in a tenant under the name `hub-web`.
 const EGRESS: &str =
     "[{service: {cluster: mgmt, namespace: default, name: web}, as: {namespace: default, name: hub-web}}]";
+/// Mirrors the web servers of the first tenant, in the hub and in the second tenant, under the name `tenant-web`.
+const EXPORT: &str =
+    "{service: {cluster: tenant-a, namespace: default, name: web}, as: {namespace: default, name: tenant-web}}";
 
 struct TestEnv<'a> {
     lab: &'a Lab,
@@ -30,9 +36,10 @@ struct Tenant<'a> {
 async fn masqueraded_tenants_with_equal_networks_share_a_hub() {
     let plan = LabPlan::clusters(&[(HUB, 2), (TENANTS[0], 2), (TENANTS[1], 2)]).with_ranges_of(TENANTS[1], TENANTS[0]);
     let lab = Lab::start(plan).await.unwrap();
-    let product = Product::install(&lab, &[HUB, TENANTS[0], TENANTS[1]], Tunnel::Userspace, &|_| {})
+    let mut product = Product::install(&lab, &[HUB, TENANTS[0], TENANTS[1]], Tunnel::Userspace, &|_| {})
         .await
         .unwrap();
+    product.install_gateways_in(TENANTS[0], &["default"]).await.unwrap();
     let tenant = async |name| {
         let cluster = lab.cluster(name);
         let webs = cluster.run_web().await.unwrap();
@@ -45,7 +52,8 @@ async fn masqueraded_tenants_with_equal_networks_share_a_hub() {
         tenants: [tenant(TENANTS[0]).await, tenant(TENANTS[1]).await],
         product,
     };
-    let egress = TENANTS.map(|tenant| (tenant, EGRESS));
+    let (of_hub, of_second) = (format!("[{EXPORT}]"), EGRESS.replacen(']', &format!(", {EXPORT}]"), 1));
+    let egress = [(HUB, &*of_hub), (TENANTS[0], EGRESS), (TENANTS[1], &*of_second)];
     let mesh = env.product.mesh_masqueraded(&TENANTS, &egress);
     env.product.mesh_up(&mesh).await.unwrap();
 
@@ -54,6 +62,7 @@ async fn masqueraded_tenants_with_equal_networks_share_a_hub() {
         env.pods_of_tenant_reach_each_other(tenant).await;
     }
     env.hub_services_answer_in_both_tenants().await;
+    env.services_of_a_tenant_answer_in_other_members().await;
     env.peers_contain_only_wireguard_addresses_of_tenants().await;
     env.nodes_ping_each_other().await;
     env.tenants_pods_are_reached_only_in_their_cluster().await;
@@ -92,6 +101,42 @@ impl TestEnv<'_> {
         }
     }
 
+    /// The gateways of the tenant are the endpoints of its mirrored Service. Its pods see the gateways' addresses as clients.
+    async fn services_of_a_tenant_answer_in_other_members(&self) {
+        let [exporter, other] = &self.tenants;
+        let gateways = json(&exporter.cluster, &["get", "pods", "-n", GATEWAYS]).await;
+        let gateways = gateways["items"].as_array().unwrap().iter();
+        let gateways: Vec<IpAddr> = gateways
+            .map(|gateway| gateway["status"]["podIP"].as_str().unwrap().parse().unwrap())
+            .collect();
+        for (importer, clients) in [(&self.hub, &self.hub_webs), (&other.cluster, &other.webs)] {
+            let mirrored = wait_until("the mirrored Service", PATIENCE, async || {
+                let mirrored = importer.cluster_ip("default", "tenant-web").await;
+                mirrored.map_err(|error| error.to_string())
+            })
+            .await
+            .unwrap();
+            for from in clients {
+                for client in [pod(from), host(&from.node)] {
+                    let mut missing: Vec<&str> = exporter.webs.iter().map(|web| &*web.name).collect();
+                    wait_until(format!("every answer to {client}"), PATIENCE, async || {
+                        let answer = self.lab.http_get_until_answered(&client, &url(mirrored, 80)).await;
+                        let answer = answer.map_err(|error| error.to_string())?;
+                        assert!(gateways.contains(&answer.client_ip), "{answer:?}");
+                        missing.retain(|name| *name != answer.pod);
+                        if missing.is_empty() {
+                            Ok(())
+                        } else {
+                            Err(format!("{missing:?}"))
+                        }
+                    })
+                    .await
+                    .unwrap();
+                }
+            }
+        }
+    }
+
     fn answers(&self, client_ip: impl Fn(&RunningPod) -> IpAddr) -> Vec<Answer> {
         self.hub_webs
             .iter()
@@ -114,7 +159,10 @@ impl TestEnv<'_> {
         let peers = json(&self.hub, &["get", "peers"]).await;
         let peers = peers["items"].as_array().unwrap();
         let ranges = |peer: &Value| peer["spec"]["allowedIPs"].as_array().unwrap().clone();
-        let mut found: Vec<Value> = peers.iter().flat_map(ranges).collect();
+        let is_gateway = |peer: &&Value| peer["metadata"]["annotations"]["kilo-clustermesh.io/gateway"] == "true";
+        let (of_gateways, of_nodes): (Vec<&Value>, Vec<&Value>) = peers.iter().partition(is_gateway);
+        assert_eq!(of_gateways.len(), 2);
+        let mut found: Vec<Value> = of_nodes.into_iter().flat_map(ranges).collect();
         let mut wanted = vec![];
         for tenant in &self.tenants {
             for web in &tenant.webs {

@@ -12,7 +12,11 @@ use clustermesh_agent_core::{
     device::diff,
     numbers::MARK_UNDERLAY,
 };
-use clustermesh_core::{key::PublicKey, mesh::Protocol, observe::PolicySpec};
+use clustermesh_core::{
+    key::PublicKey,
+    mesh::Protocol,
+    observe::{PeerRole, PolicySpec},
+};
 use ipnet::IpNet;
 use wg_agent::{
     device::{Configuration, Device, userspace::Userspace},
@@ -193,7 +197,7 @@ fn inputs(f: &Family, name: &str, key: u8) -> Inputs {
             )),
             candidates: vec![],
             keepalive: None,
-            is_own_cluster: false,
+            role: PeerRole::Node,
             allowed_ips: prefixes(&allowed_ips),
         }],
         policies: [("other".to_owned(), policy)].into(),

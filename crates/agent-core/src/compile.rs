@@ -8,7 +8,10 @@ use std::{
     num::NonZeroU16,
 };
 
-use clustermesh_core::{key::PublicKey, observe::PolicySpec};
+use clustermesh_core::{
+    key::PublicKey,
+    observe::{PeerRole, PolicySpec},
+};
 use ipnet::IpNet;
 
 use crate::{
@@ -74,8 +77,8 @@ pub struct Peer {
     pub keepalive: Option<NonZeroU16>,
     /// `spec.allowedIPs`.
     pub allowed_ips: Vec<IpNet>,
-    /// Whether the Peer describes a node of this cluster, in another location.
-    pub is_own_cluster: bool,
+    /// What the Peer describes. A node of this cluster is in another location.
+    pub role: PeerRole,
 }
 
 /// Input of [`compile`].
@@ -180,9 +183,12 @@ pub fn compile(inputs: &Inputs) -> Compiled {
     let pods_elsewhere = inputs.pods_elsewhere.iter().copied();
     let pods_elsewhere = pods_elsewhere.filter(|net| !covered(net, &anchored)).collect();
     let own_cluster = own_cluster_networks(&peers);
+    let gateways = peers.iter().filter(|p| p.peer.role == PeerRole::Gateway);
+    let gateways = aggregate(gateways.flat_map(|p| &p.allowed_ips));
     let firewall = firewall::desired(&firewall::Plan {
         parameters,
         own_cluster: &own_cluster,
+        gateways: &gateways,
         own_sources: &own_networks(node),
         mesh: &mesh,
         throw: &throw,
@@ -309,7 +315,7 @@ fn accept_peers<'a>(inputs: &'a Inputs, networks: &BTreeSet<IpNet>, refused: &mu
 /// Allowed IPs of the Peers that describe nodes of this cluster, aggregated. WireGuard binds a source to the peer with the longest prefix, so a
 /// network that contains an allowed IP of another member is left out: packets with such a source may be from that member.
 fn own_cluster_networks(peers: &[Accepted<'_>]) -> BTreeSet<IpNet> {
-    let (own, others): (Vec<_>, Vec<_>) = peers.iter().partition(|p| p.peer.is_own_cluster);
+    let (own, others): (Vec<_>, Vec<_>) = peers.iter().partition(|p| matches!(p.peer.role, PeerRole::OwnNode(_)));
     let others: BTreeSet<IpNet> = others.iter().flat_map(|p| &p.allowed_ips).copied().collect();
     // `IpNet` sorts a network directly before the networks inside it.
     let contains_other = |net: &IpNet| others.range(*net..).next().is_some_and(|other| net.contains(other));

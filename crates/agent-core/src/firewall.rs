@@ -86,6 +86,8 @@ pub struct Sets {
     pub own_cluster: BTreeSet<IpNet>,
     /// Sources of this node that keep their address on the way to `own_cluster`; empty if that is empty.
     pub own_sources: BTreeSet<IpNet>,
+    /// Addresses of gateways. They accept only this node's WireGuard address as a source, published or not.
+    pub gateways: BTreeSet<IpNet>,
     /// This cluster's networks that other members may reach. Connections from the tunnel to the part that is not `published` are
     /// masqueraded, because this node is then an anchor and the replies have to return through it.
     pub served: BTreeSet<IpNet>,
@@ -120,6 +122,8 @@ pub struct Plan<'a> {
     pub own_cluster: &'a BTreeSet<IpNet>,
     /// This node's pod CIDRs and InternalIPs.
     pub own_sources: &'a BTreeSet<IpNet>,
+    /// Allowed IPs of the Peers that describe gateways.
+    pub gateways: &'a BTreeSet<IpNet>,
     /// Every mesh prefix.
     pub mesh: &'a BTreeSet<IpNet>,
     /// Prefixes inside `mesh` that the underlay needs.
@@ -177,6 +181,7 @@ fn sets(plan: &Plan<'_>, family: Family) -> Sets {
         } else {
             of_family(plan.own_sources)
         },
+        gateways: of_family(plan.gateways),
         served: of_family(&plan.policies.iter().flat_map(PolicySpec::allowed).copied().collect()),
         listeners: of_family(&listeners(plan)),
         pairs: disjoint(&pairs),

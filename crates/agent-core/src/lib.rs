@@ -10,7 +10,7 @@
 //!     compile::{Inputs, Node, Peer, compile},
 //!     routes::Kind,
 //! };
-//! use clustermesh_core::key::PublicKey;
+//! use clustermesh_core::{key::PublicKey, observe::PeerRole};
 //!
 //! let inputs = Inputs {
 //!     node: Node {
@@ -34,7 +34,7 @@
 //!         candidates: vec![],
 //!         keepalive: None,
 //!         allowed_ips: vec!["10.2.0.0/24".parse().unwrap()],
-//!         is_own_cluster: false,
+//!         role: PeerRole::Node,
 //!     }],
 //!     policies: [].into(),
 //!     throw: [].into(),

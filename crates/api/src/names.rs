@@ -52,6 +52,8 @@ pub const ALLOWED_FROM: &str = "kilo-clustermesh.io/allowed-from";
 
 /// Peer annotation: all endpoint candidates in order of preference, `ip:port`, comma-separated.
 pub const PEER_ENDPOINTS: &str = "kilo-clustermesh.io/endpoints";
+/// Peer annotation with the value `true`: the Peer describes a gateway.
+pub const PEER_GATEWAY: &str = "kilo-clustermesh.io/gateway";
 /// Peer annotation: location of the described node, if it is a node of the same cluster.
 pub const PEER_LOCATION: &str = "kilo-clustermesh.io/location";
 /// Node annotation: the status of wg-agent, JSON.

@@ -464,7 +464,7 @@ fn peer_fields(old: &PeerSpec, new: &PeerSpec) -> Vec<&'static str> {
         ),
         (
             "metadata.annotations",
-            old.candidates != new.candidates || old.location != new.location,
+            old.candidates != new.candidates || old.role != new.role,
         ),
     ])
 }

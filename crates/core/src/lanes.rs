@@ -143,7 +143,7 @@ impl SourceGroups {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::observe::{Owner, PeerSpec, PolicySpec};
+    use crate::observe::{Owner, PeerRole, PeerSpec, PolicySpec};
 
     fn owner(source: &str) -> Owner {
         Owner {
@@ -161,7 +161,7 @@ mod tests {
             endpoint: None,
             candidates: vec![],
             persistent_keepalive: 0,
-            location: None,
+            role: PeerRole::Node,
         }
     }
 

@@ -81,7 +81,7 @@ mod tests {
     use super::*;
     use crate::{
         key::PublicKey,
-        observe::PeerSpec,
+        observe::{PeerRole, PeerSpec},
         plan::{PlannedPeer, TargetPlan},
     };
 
@@ -97,7 +97,7 @@ mod tests {
                     endpoint: None,
                     candidates: Vec::new(),
                     persistent_keepalive: 0,
-                    location: None,
+                    role: PeerRole::Node,
                 },
             };
             TargetPlan {

@@ -287,9 +287,23 @@ pub struct PeerSpec {
     pub candidates: Vec<SocketAddr>,
     /// Keepalive interval in seconds; 0 = no keepalives.
     pub persistent_keepalive: u16,
-    /// The location of the node, if it is a node of the target's own cluster (`kilo-clustermesh.io/location`). Only the cluster's nodes
-    /// in other locations use such a Peer.
-    pub location: Option<String>,
+    /// What it describes.
+    pub role: PeerRole,
+}
+
+/// What a Peer describes.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum PeerRole {
+    /// A node of another member.
+    #[default]
+    Node,
+    /// A node of the target's own cluster, in this location (`kilo-clustermesh.io/location`). Only the cluster's nodes in other
+    /// locations use the Peer.
+    OwnNode(String),
+    /// A gateway of another member (`kilo-clustermesh.io/gateway`), which accepts only the WireGuard addresses of the target's nodes as
+    /// sources.
+    Gateway,
 }
 
 /// A PeerPolicy that exists in a member.

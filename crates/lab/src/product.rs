@@ -7,6 +7,7 @@ mod granted;
 mod images;
 
 use std::{
+    collections::BTreeSet,
     path::{Path, PathBuf},
     time::Duration,
 };
@@ -50,8 +51,8 @@ pub struct Product<'a> {
     clusters: Vec<String>,
     /// The clusters whose nodes run the agent.
     agents: Vec<String>,
-    /// Whether sandboxes enter the hub through gateways.
-    gateways: bool,
+    /// The clusters with gateways.
+    gateways: BTreeSet<String>,
 }
 
 /// The root directory of the repository.
@@ -135,7 +136,7 @@ impl<'a> Product<'a> {
             tunnel,
             clusters: names(clusters),
             agents: names(agents),
-            gateways: false,
+            gateways: BTreeSet::new(),
         };
         let images = ProductImages::ensure(progress)?;
         for name in &product.clusters {
@@ -264,7 +265,7 @@ impl<'a> Product<'a> {
             } else {
                 allowed_networks(cluster.plan(), position == 0)
             };
-            if position == 0 && self.gateways {
+            if self.gateways.contains(name) {
                 networks.extend(gateway_cidrs(cluster.plan()));
             }
             text.push_str(&format!("    allowedNetworks: [{}]\n", networks.join(", ")));

@@ -8,8 +8,8 @@ use std::{
 use clustermesh_core::{
     mesh::{ObjectName, Protocol},
     observe::{
-        Claim, Endpoint, Families, Gateway, Granularity, Member, Node, ObservedPeer, ObservedPolicy, Owner, PeerSpec,
-        Server, Service, ServicePort, Slice, SliceEndpoint,
+        Claim, Endpoint, Families, Gateway, Granularity, Member, Node, ObservedPeer, ObservedPolicy, Owner, PeerRole,
+        PeerSpec, Server, Service, ServicePort, Slice, SliceEndpoint,
     },
 };
 use ipnet::IpNet;
@@ -116,7 +116,7 @@ fn peer_spec() -> impl Strategy<Value = PeerSpec> {
             endpoint,
             candidates: vec![],
             persistent_keepalive,
-            location: None,
+            role: PeerRole::Node,
         })
 }
 
@@ -145,7 +145,7 @@ fn peers() -> impl Strategy<Value = BTreeMap<String, ObservedPeer>> {
             endpoint: Some(Endpoint::Ip((own_address(n, k), 51820).into())),
             candidates: vec![],
             persistent_keepalive: 0,
-            location: None,
+            role: PeerRole::Node,
         };
         let owner = Owner {
             mesh: Some(mesh.into()),

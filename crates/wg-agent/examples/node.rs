@@ -24,7 +24,10 @@ use clustermesh_agent_core::{
     interface::InterfaceName,
     numbers::MARK_UNDERLAY,
 };
-use clustermesh_core::{key::PublicKey, observe::PolicySpec};
+use clustermesh_core::{
+    key::PublicKey,
+    observe::{PeerRole, PolicySpec},
+};
 use ipnet::IpNet;
 use wg_agent::{
     device::{Configuration, Device, kernel::Kernel},
@@ -137,6 +140,7 @@ fn inputs(node: Node, key: PublicKey, endpoint: SocketAddr, other: IpAddr) -> In
             candidates: Vec::new(),
             keepalive: None,
             allowed_ips: host_prefix(other).into_iter().collect(),
+            role: PeerRole::Node,
         }],
         policies: [("there".into(), policy)].into(),
         node,

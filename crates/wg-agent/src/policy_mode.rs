@@ -14,7 +14,7 @@ use clustermesh_agent_core::{
     prefixes::overlap,
 };
 use clustermesh_api::{annotations::AgentStatus, names::NODE_AGENT};
-use clustermesh_core::key::PublicKey;
+use clustermesh_core::{key::PublicKey, observe::PeerRole};
 use clustermesh_daemon::{Admin, CancellationToken, Heartbeat};
 use ipnet::IpNet;
 use serde_json::json;
@@ -265,7 +265,8 @@ fn inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, config: &PolicyConfig, s
         .nodes
         .objects()
         .flat_map(|(_, node)| node.internal_ips.iter().chain(&node.wireguard_ip));
-    let is_of_this_cluster = |seen: &ParsedPeer| seen.spec.as_ref().is_ok_and(|spec| spec.location.is_some());
+    let is_of_this_cluster =
+        |seen: &ParsedPeer| matches!(&seen.spec, Ok(spec) if matches!(spec.role, PeerRole::OwnNode(_)));
     let peers = snapshot
         .peers
         .objects()
@@ -304,7 +305,7 @@ fn inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, config: &PolicyConfig, s
                 candidates: Vec::new(),
                 keepalive: None,
                 allowed_ips: seen.spec.iter().flat_map(|spec| &spec.allowed_ips).copied().collect(),
-                is_own_cluster: false,
+                role: PeerRole::Node,
             })
             .collect(),
         policies: snapshot

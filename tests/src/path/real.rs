@@ -17,7 +17,10 @@ use clustermesh_agent_core::{
     numbers::MARK_UNDERLAY,
     prefixes::Family,
 };
-use clustermesh_core::{key::PublicKey, observe::PolicySpec};
+use clustermesh_core::{
+    key::PublicKey,
+    observe::{PeerRole, PolicySpec},
+};
 use ipnet::IpNet;
 use nix::errno::Errno;
 use rustix::net::sockopt::{Ipv4PathMtuDiscovery, Ipv6PathMtuDiscovery, set_ip_mtu_discover, set_ipv6_mtu_discover};
@@ -241,7 +244,7 @@ fn inputs(number: u8, interface: &str, all: &[u8], outer: &impl Fn(u8, u8) -> Fa
                     .into_iter()
                     .chain(Family::BOTH.map(|f| wireguard(other, f).into()))
                     .collect(),
-                is_own_cluster: false,
+                role: PeerRole::Node,
             })
             .collect(),
         policies: others()

@@ -67,6 +67,7 @@ pub fn compile_policy_mode(inputs: &Inputs, before: &BTreeSet<IpNet>) -> PolicyM
         },
         // kg connects the locations of its cluster itself.
         own_cluster: &BTreeSet::new(),
+        gateways: &BTreeSet::new(),
         own_sources: &BTreeSet::new(),
         mesh: &mesh,
         throw: &BTreeSet::new(),

@@ -63,8 +63,18 @@ fn policy() -> impl Strategy<Value = PolicySpec> {
 }
 
 fn peer() -> impl Strategy<Value = Peer> {
-    (0u8..6, 0u64..4, option::of(address()), vec(net(), 0..5), any::<bool>()).prop_map(
-        |(k, revision, endpoint, allowed_ips, is_own_cluster)| Peer {
+    (
+        0u8..6,
+        0u64..4,
+        option::of(address()),
+        vec(net(), 0..5),
+        select(vec![
+            PeerRole::Node,
+            PeerRole::OwnNode("elsewhere".to_owned()),
+            PeerRole::Gateway,
+        ]),
+    )
+        .prop_map(|(k, revision, endpoint, allowed_ips, role)| Peer {
             name: format!("peer-{k}-{revision}"),
             revision,
             public_key: PublicKey::new([k; 32]),
@@ -73,9 +83,8 @@ fn peer() -> impl Strategy<Value = Peer> {
             candidates: vec![],
             keepalive: None,
             allowed_ips,
-            is_own_cluster,
-        },
-    )
+            role,
+        })
 }
 
 fn inputs() -> impl Strategy<Value = Inputs> {

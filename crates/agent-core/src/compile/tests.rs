@@ -27,7 +27,7 @@ fn peer(n: u8, name: &str, endpoint: &str, allowed: &[&str]) -> Peer {
         candidates: vec![],
         keepalive: None,
         allowed_ips: allowed.iter().map(|t| t.parse().unwrap()).collect(),
-        is_own_cluster: false,
+        role: PeerRole::Node,
     }
 }
 
@@ -425,7 +425,7 @@ fn node_in_another_location_is_accepted_without_a_policy() {
         &["10.77.2.0/24", "100.66.9.2/32", "10.101.0.201/32"],
     );
     inputs.peers.push(Peer {
-        is_own_cluster: true,
+        role: PeerRole::OwnNode("elsewhere".to_owned()),
         ..own
     });
     let sets = compile(&inputs).firewall.v4;

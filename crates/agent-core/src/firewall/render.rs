@@ -387,7 +387,9 @@ fn nat_and_mss_chains(parameters: &RuleParameters) -> String {
     );
     add_rule_pair(
         &mut out,
-        &format!("oifname \"{device}\" {{ip}} saddr @published{{n}} counter snat {{ip}} to {{ip}} saddr"),
+        &format!(
+            "oifname \"{device}\" {{ip}} saddr @published{{n}} {{ip}} daddr != @gateways{{n}} counter snat {{ip}} to {{ip}} saddr"
+        ),
         KEEP_SOURCE,
     );
     let masquerade = "unpublished source: use the WireGuard address";

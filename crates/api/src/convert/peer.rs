@@ -5,14 +5,14 @@ use std::{
     net::{IpAddr, SocketAddr},
 };
 
-use clustermesh_core::observe::{self, Endpoint, ObservedPeer, Owner};
+use clustermesh_core::observe::{self, Endpoint, ObservedPeer, Owner, PeerRole};
 use ipnet::IpNet;
 use kube::ResourceExt;
 
 use super::{excerpt, owner, parse_network, set_labels};
 use crate::{
     annotations::endpoint_host,
-    names::{PEER_ENDPOINTS, PEER_LOCATION},
+    names::{PEER_ENDPOINTS, PEER_GATEWAY, PEER_LOCATION},
     peer::{DnsOrIp, Peer, PeerEndpoint, PeerSpec},
 };
 
@@ -57,7 +57,7 @@ pub fn parse_strictly(peer: &Peer) -> Result<observe::PeerSpec, String> {
         endpoint: spec.endpoint.as_ref().map(parse_endpoint).transpose()?,
         candidates: parse_candidates(peer)?,
         persistent_keepalive: parse_keepalive(spec)?,
-        location: annotation(peer, PEER_LOCATION).map(str::to_owned),
+        role: role(peer),
     })
 }
 
@@ -116,6 +116,14 @@ fn parse_candidates(peer: &Peer) -> Result<Vec<SocketAddr>, String> {
         .collect()
 }
 
+fn role(peer: &Peer) -> PeerRole {
+    match (annotation(peer, PEER_GATEWAY), annotation(peer, PEER_LOCATION)) {
+        (Some("true"), _) => PeerRole::Gateway,
+        (_, Some(location)) => PeerRole::OwnNode(location.to_owned()),
+        _ => PeerRole::Node,
+    }
+}
+
 fn annotation<'a>(peer: &'a Peer, key: &str) -> Option<&'a str> {
     peer.annotations().get(key).map(String::as_str)
 }
@@ -132,7 +140,7 @@ fn parse_leniently(spec: &PeerSpec) -> Result<observe::PeerSpec, String> {
         endpoint: spec.endpoint.as_ref().and_then(|written| parse_endpoint(written).ok()),
         candidates: Vec::new(),
         persistent_keepalive: parse_keepalive(spec).unwrap_or_default(),
-        location: None,
+        role: PeerRole::Node,
     })
 }
 
@@ -144,13 +152,23 @@ pub fn from_core(name: &str, spec: &observe::PeerSpec, owner: &Owner) -> Peer {
     peer
 }
 
-/// Replaces an existing Peer's spec, the labels of `owner` and the annotations of endpoint candidates and location. The rest of its metadata stays, with
+/// Replaces an existing Peer's spec, the labels of `owner` and the annotations of endpoint candidates and role. The rest of its metadata stays, with
 /// the resourceVersion. The spec is replaced completely, so no field that the predecessor wrote remains.
 pub fn update(peer: &mut Peer, spec: &observe::PeerSpec, owner: &Owner) {
     set_labels(peer.labels_mut(), owner);
     let candidates: Vec<String> = spec.candidates.iter().map(ToString::to_string).collect();
     let candidates = (!candidates.is_empty()).then(|| candidates.join(","));
-    for (key, value) in [(PEER_ENDPOINTS, candidates), (PEER_LOCATION, spec.location.clone())] {
+    let (location, gateway) = match &spec.role {
+        PeerRole::Node => (None, None),
+        PeerRole::OwnNode(location) => (Some(location.clone()), None),
+        PeerRole::Gateway => (None, Some("true".to_owned())),
+    };
+    let annotations = [
+        (PEER_ENDPOINTS, candidates),
+        (PEER_LOCATION, location),
+        (PEER_GATEWAY, gateway),
+    ];
+    for (key, value) in annotations {
         if let Some(value) = value {
             peer.annotations_mut().insert(key.to_owned(), value);
         } else if let Some(annotations) = &mut peer.metadata.annotations {

@@ -76,7 +76,7 @@ fn peer_spec() -> impl Strategy<Value = observe::PeerSpec> {
                 endpoint,
                 candidates,
                 persistent_keepalive,
-                location: None,
+                role: observe::PeerRole::Node,
             },
         )
 }

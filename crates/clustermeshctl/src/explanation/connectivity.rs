@@ -3,8 +3,8 @@
 
 use clustermesh_core::{
     mesh::{Mesh, ObjectName, PortRef},
-    observe::{Observation, Observations},
-    plan::{Fact, Link, MemberView, NotConnected, Plan},
+    observe::{Gateway, Observation, Observations},
+    plan::{Fact, Link, MemberView, NotConnected, Plan, PlannedAccess},
 };
 
 use super::{
@@ -32,7 +32,8 @@ impl<'q> Query<'q> {
         let early_answer = self.denied_between_members().or_else(|| self.missing_member_or_crd());
         early_answer.unwrap_or_else(|| match self.destination_member.link_from(&self.source_member) {
             Ok(Link::Sandbox) => self.answer_for_sandbox(),
-            _ => PacketTrace { query: self }.follow(),
+            // Members other than sandboxes use the gateways of a masqueraded member.
+            _ => (self.granted_at_gateway()).unwrap_or_else(|| PacketTrace { query: self }.follow()),
         })
     }
 
@@ -93,6 +94,37 @@ impl<'q> Query<'q> {
         None
     }
 
+    /// The planned SandboxAccess of the source in the destination, with its name.
+    fn planned_access(&self) -> Option<(&'q String, &'q PlannedAccess)> {
+        let target = self.plan.meshes.get(&self.mesh.id)?.targets.get(self.destination)?;
+        let mut accesses = target.accesses.iter();
+        accesses.find(|(_, access)| access.source == *self.source)
+    }
+
+    /// The gateways of the destination that serve the source.
+    fn serving_gateways(&self) -> Vec<(&'q ObjectName, &'q Gateway)> {
+        let member = self.destination_member.last_observed();
+        let gateways = member.into_iter().flat_map(|member| &member.gateways);
+        gateways.filter(|(_, gateway)| gateway.serves(self.source)).collect()
+    }
+
+    /// The answer if the destination is a port of a gateway that the planned SandboxAccess grants to the source.
+    fn granted_at_gateway(&self) -> Option<Explanation> {
+        let gateways = self.serving_gateways();
+        let is_destination = |gateway: &Gateway| gateway.addresses.contains(&self.to.address);
+        let (gateway, _) = gateways.iter().find(|(_, gateway)| is_destination(gateway))?;
+        let ((name, access), port) = (self.planned_access()?, self.to.port?);
+        let granted = access.spec.grants.get(&port)?;
+        let message = format!(
+            "SandboxAccess {name} in cluster {:?} maps port {} of gateway {gateway} to port {:?} of Service {}",
+            self.destination, port.1, granted.port, granted.service
+        );
+        Some(
+            self.missing_gateway_peer(gateway)
+                .unwrap_or_else(|| Explanation::new(Rule::Granted, message)),
+        )
+    }
+
     /// Answers for a sandbox as the source: it reaches only the gateway ports in its SandboxAccess.
     fn answer_for_sandbox(&self) -> Explanation {
         let no_gateway = self.facts().find_map(|fact| match fact {
@@ -102,31 +134,11 @@ impl<'q> Query<'q> {
         if let Some(message) = no_gateway {
             return Explanation::new(Rule::NoGateway, message);
         }
-        let plan = self.plan.meshes.get(&self.mesh.id);
-        let accesses = plan.and_then(|plan| plan.targets.get(self.destination)).into_iter();
-        let mut accesses = accesses.flat_map(|target| &target.accesses);
-        let access = accesses.find(|(_, access)| access.source == *self.source);
-        let gateways = self
-            .destination_member
-            .last_observed()
-            .into_iter()
-            .flat_map(|member| &member.gateways);
-        let gateways: Vec<_> = gateways.filter(|(_, gateway)| gateway.serves(self.source)).collect();
-        let to = self.to;
-        let gateway = gateways
-            .iter()
-            .find(|(_, gateway)| gateway.addresses.contains(&to.address));
-        if let (Some((gateway, _)), Some((name, access)), Some(port)) = (gateway, access, to.port)
-            && let Some(granted) = access.spec.grants.get(&port)
-        {
-            let message = format!(
-                "SandboxAccess {name} in cluster {:?} maps port {} of gateway {gateway} to port {:?} of Service {}",
-                self.destination, port.1, granted.port, granted.service
-            );
-            return self
-                .missing_gateway_peer(gateway)
-                .unwrap_or_else(|| Explanation::new(Rule::Granted, message));
+        if let Some(granted) = self.granted_at_gateway() {
+            return granted;
         }
+        let access = self.planned_access();
+        let gateways = self.serving_gateways();
         let ports = access.into_iter().flat_map(|(_, access)| &access.spec.grants);
         let ports: Vec<String> = ports
             .map(|((protocol, port), granted)| format!("{}/{port} for {}", protocol.as_str(), granted.service))

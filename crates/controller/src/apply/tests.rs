@@ -6,7 +6,7 @@ use clustermesh_core::{
     diff::{Action, Item},
     key::PublicKey,
     lanes,
-    observe::{Member, Owner, PeerSpec, PolicySpec},
+    observe::{Member, Owner, PeerRole, PeerSpec, PolicySpec},
     ownership::Claimant,
 };
 use kube::client::Body;
@@ -47,7 +47,7 @@ fn peer_step(source: &str, n: u16, action: Action) -> Step {
         endpoint: None,
         candidates: vec![],
         persistent_keepalive: 0,
-        location: None,
+        role: PeerRole::Node,
     };
     step(source, Item::Peer(format!("{source}-{n}"), Some(spec)), action)
 }

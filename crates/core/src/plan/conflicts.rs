@@ -9,7 +9,7 @@ use super::{Fact, MAX_PEERS_PER_TARGET, MeshPlan, Plan, Reason, Skipped, TargetP
 use crate::{
     key::PublicKey,
     mesh::{ClusterIdentity, MeshId},
-    observe::{Observation, Observations, ObservedPeer, PeerSpec},
+    observe::{Observation, Observations, ObservedPeer, PeerRole, PeerSpec},
     ownership::{self, Ownership},
 };
 
@@ -183,11 +183,13 @@ pub(super) fn count_nodes_and_gateways(planned: &mut MeshPlan) {
     let mut registered: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     let mut gateways: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     for (target, target_plan) in &planned.targets {
-        // The Peers in a sandbox describe gateways of other members, not Nodes.
-        let sandbox = planned.clusters.get(target).is_some_and(|report| report.sandbox);
-        let peers = if sandbox { &mut gateways } else { &mut registered };
-        for peer in target_plan.peers.values().filter(|peer| peer.source != *target) {
-            peers.entry(&peer.source).or_default().insert(&peer.node);
+        for peer in target_plan.peers.values() {
+            let counted = match peer.spec.role {
+                PeerRole::Node => &mut registered,
+                PeerRole::Gateway => &mut gateways,
+                PeerRole::OwnNode(_) => continue,
+            };
+            counted.entry(&peer.source).or_default().insert(&peer.node);
         }
         for access in target_plan.accesses.values() {
             let nodes = access.spec.nodes.values().map(|node| &*node.name);

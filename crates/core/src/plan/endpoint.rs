@@ -7,7 +7,7 @@ use std::{
 
 use ipnet::IpNet;
 
-use super::{Reason, discovered::Discovered};
+use super::{Reason, discovered::Discovered, peers::own_pods::OwnPods, target::MeshMember};
 use crate::{
     mesh::Cluster,
     observe::{Claim, Endpoint, Families, Member, Node, PeerSpec},
@@ -227,12 +227,14 @@ impl EndpointContext<'_> {
     }
 }
 
-/// Chooses the endpoints of a gateway for a sandbox's nodes, best first. `member` is the gateway's cluster, and `context.source`
-/// is the entry of this cluster. An address inside the cluster's allowedNetworks is usable only if a node of the cluster has it, or if
-/// it is inside endpointNetworks of the sandbox: then the sandbox's nodes are themselves inside the cluster's networks.
+/// Chooses the endpoints of a gateway for the nodes of `importer`, best first. `exporter` is the gateway's cluster, whose entry is
+/// `context.source`, and `member` its state. An address inside its accepted networks, or inside its podCIDRs if it is masqueraded, is usable
+/// only if a node of the cluster has it, or if it is inside endpointNetworks of the importer: then the importer's nodes are themselves
+/// inside the cluster's networks.
 pub(super) fn choose_for_gateway(
     endpoints: &[SocketAddr],
-    sandbox: &Cluster,
+    importer: &Cluster,
+    exporter: &MeshMember<'_>,
     member: &Member,
     context: &EndpointContext<'_>,
 ) -> Vec<SocketAddr> {
@@ -241,9 +243,9 @@ pub(super) fn choose_for_gateway(
         let mut nodes = member.nodes.values();
         nodes.any(|node| node_addresses(node).any(|address| address == ip))
     };
-    let is_reachable = |ip: IpAddr| {
-        !inside(&context.source.allowed, ip) || inside(&sandbox.endpoint_networks, ip) || is_node_address(ip)
-    };
+    let own_pods = OwnPods::of(exporter);
+    let is_inside = |ip: IpAddr| inside(&exporter.accepted, ip) || own_pods.overlaps(ip.into());
+    let is_reachable = |ip: IpAddr| !is_inside(ip) || inside(&importer.endpoint_networks, ip) || is_node_address(ip);
     let mut kept: Vec<SocketAddr> = Vec::new();
     for endpoint in endpoints {
         let endpoint = SocketAddr::new(endpoint.ip().to_canonical(), endpoint.port());

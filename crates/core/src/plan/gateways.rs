@@ -204,7 +204,8 @@ impl<'a> MeshInputs<'a> {
             discovered_by_others: None,
             resolved: &self.seen.resolved,
         };
-        let endpoints = endpoint::choose_for_gateway(&gateway.endpoints, &sandbox.cluster, member, &context);
+        let endpoints =
+            endpoint::choose_for_gateway(&gateway.endpoints, &sandbox.cluster, mesh_member, member, &context);
         if endpoints.is_empty() {
             let named: Vec<String> = gateway.endpoints.iter().map(ToString::to_string).collect();
             let message = format!(
@@ -234,7 +235,7 @@ impl<'a> MeshInputs<'a> {
         let id = self.naming.sandbox_id(&sandbox.cluster.identity);
         let spec = AccessSpec {
             sandbox: source.to_owned(),
-            networks: sandbox.cluster.allowed.iter().copied().collect(),
+            networks: self.access_networks(source, sandbox, existing),
             nodes: self.planned_nodes(source, sandbox, existing),
             grants: if sandbox.cluster.quarantine || target.cluster.quarantine {
                 BTreeMap::new()
@@ -256,6 +257,26 @@ impl<'a> MeshInputs<'a> {
         };
         let source = source.to_owned();
         Some((access_name, PlannedAccess { source, spec }))
+    }
+
+    /// The networks of the nodes that may use the gateways: those of a sandbox, and the WireGuard networks of another importer. Of the
+    /// latter, existing networks stay while it was not observed or has held nodes: they may be those of a node that is not known now.
+    fn access_networks(
+        &self,
+        source: &str,
+        importer: &MeshMember<'_>,
+        existing: Option<&AccessSpec>,
+    ) -> BTreeSet<IpNet> {
+        if importer.cluster.profile == Profile::Sandbox {
+            return importer.cluster.allowed.iter().copied().collect();
+        }
+        let mut networks = importer.wireguard_networks();
+        let registry = self.registries.get(source);
+        if registry.is_none_or(|registry| !registry.held.is_empty()) {
+            let known = existing.into_iter().flat_map(|access| &access.networks).copied();
+            networks.extend(known.filter(|net| importer.cluster.allows(*net)));
+        }
+        networks
     }
 
     /// The sandbox's registered nodes, and kept nodes of the existing SandboxAccess. A node can be kept for one of two reasons: the
@@ -419,7 +440,7 @@ impl<'a> PeerPlanner<'a, '_> {
 pub(super) fn missing_gateway_message(cluster: &str, member: &Member) -> Option<String> {
     member.gateways.is_empty().then(|| {
         format!(
-            "cluster {cluster:?} has no gateway, and sandboxes enter only through gateways: install them there (deploy/gateway.yaml), or \
+            "cluster {cluster:?} has no gateway, and sandboxes enter only through gateways, as do all members if it is masqueraded: install them there (deploy/gateway.yaml), or \
              check why they do not start (kubectl get pods,sandboxgateways -n clustermesh-gateway)"
         )
     })

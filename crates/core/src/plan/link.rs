@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use super::{nodes::NodeRegistry, target::MeshMember};
 use crate::{
-    mesh::Profile,
+    mesh::{Addressing, Profile},
     observe::{Claim, Member, Node, Server},
 };
 
@@ -69,6 +69,20 @@ pub(super) fn decide(target: &MeshMember<'_>, source: &MeshMember<'_>) -> Result
         Ok(link)
     } else {
         Err(NotConnected::NoGrant(sandbox.cluster.name.clone()))
+    }
+}
+
+/// Whether `importer` reaches the Services of `exporter` that its egress names through gateways: it is a sandbox, or the exporter is
+/// masqueraded, so its pods have no addresses in the mesh.
+pub(super) fn uses_gateways(exporter: &MeshMember<'_>, importer: &MeshMember<'_>) -> bool {
+    let mut egress = importer.cluster.egress.iter();
+    match between(exporter, importer) {
+        Some(Link::Sandbox) => true,
+        Some(Link::Meshed) => {
+            exporter.cluster.effective_addressing() == Addressing::Masqueraded
+                && egress.any(|grant| grant.cluster == exporter.cluster.name)
+        }
+        Some(Link::Grantor) | None => false,
     }
 }
 

@@ -18,7 +18,7 @@ use super::{
 use crate::{
     key::PublicKey,
     mesh::{Addressing, ClusterIdentity, overlap},
-    observe::{Claim, Endpoint, Gateway, Member, Node, ObservedPeer, PeerSpec, Server},
+    observe::{Claim, Endpoint, Gateway, Member, Node, ObservedPeer, PeerRole, PeerSpec, Server},
     ownership::{self, Ownership},
 };
 
@@ -61,6 +61,17 @@ pub(super) struct PeerPlanner<'a, 'p> {
     discovered_by_others: Discovered,
 }
 
+impl MeshInputs<'_> {
+    /// The result of [`runs_kg`] for a member; false if it was never observed.
+    pub(super) fn runs_kg(&self, name: &str, mesh_member: &MeshMember<'_>) -> bool {
+        let registry = self.registries.get(name);
+        let is_held = |node: &str| registry.is_some_and(|registry| registry.held.contains_key(node));
+        mesh_member
+            .last_observed()
+            .is_some_and(|member| runs_kg(member, is_held))
+    }
+}
+
 impl<'a, 'p> PeerPlanner<'a, 'p> {
     pub(super) fn new(inputs: &'p MeshInputs<'a>, name: &'p str, target: &'p MeshMember<'a>) -> Self {
         let member = target.last_observed();
@@ -99,13 +110,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
                 taken_prefixes.extend(spec.allowed_ips.iter().map(|net| (*net, format!("Peer {peer}"))));
             }
         }
-        let is_held = |node: &str| {
-            inputs
-                .registries
-                .get(name)
-                .is_some_and(|registry| registry.held.contains_key(node))
-        };
-        let runs_kg = member.is_some_and(|member| runs_kg(member, is_held));
+        let runs_kg = inputs.runs_kg(name, target);
         // If a Peer has the key of a node of the target itself, kg drops that node from its mesh permanently, so these keys
         // count as taken. With wg-agent only the node with that key refuses such a Peer, so a copied key harms no other node.
         for (node, observed) in member.filter(|_| runs_kg).into_iter().flat_map(|m| &m.nodes) {
@@ -345,7 +350,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             endpoint: first.map(Endpoint::Ip),
             candidates: if addresses.len() > 1 { addresses } else { Vec::new() },
             persistent_keepalive: 0,
-            location: None,
+            role: PeerRole::Node,
         };
         Some(self.add_named_peer(source, node.node, spec, own_names))
     }
@@ -375,7 +380,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             // The sandbox's node keeps the path open: the gateway may be behind a hostPort or another NAT, and knows no endpoint of the
             // node until the node sends.
             persistent_keepalive: NAT_KEEPALIVE.get(),
-            location: None,
+            role: PeerRole::Gateway,
         };
         self.add_named_peer(source, name, spec, own_names);
     }

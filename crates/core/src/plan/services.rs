@@ -12,7 +12,7 @@ use super::{
     gateways::{GatewayAccess, PORT_COUNT},
 };
 use crate::{
-    mesh::{Addressing, Cluster, Grant, MeshId, ObjectName, PortRef, Protocol},
+    mesh::{Cluster, Grant, MeshId, ObjectName, PortRef, Protocol},
     observe::{Member, Observation, ServicePort, Slice, SliceEndpoint},
 };
 
@@ -30,9 +30,9 @@ pub(super) struct GrantOutcome {
 
 /// How an importing member reaches the endpoints of a Service.
 pub(super) enum AccessPath<'a> {
-    /// Directly: it is not a sandbox.
+    /// Directly.
     Direct,
-    /// Through gateways: it is a sandbox.
+    /// Through gateways: it is a sandbox, or the exporter is masqueraded.
     Gateways(&'a GatewayAccess<'a>),
 }
 
@@ -173,7 +173,7 @@ pub(super) fn resolve_endpoints(
     exporter_state: &Member,
     access_path: &AccessPath<'_>,
 ) -> Result<Resolved, String> {
-    let is_sandbox = !matches!(access_path, AccessPath::Direct);
+    let uses_gateways = !matches!(access_path, AccessPath::Direct);
     let describe = || format!("Service {} of cluster {:?}", grant.service, grant.cluster);
     let service = exporter_state.services.get(&grant.service);
     if let Some(namespace) = exporter.confined_to.as_ref().filter(|own| **own != grant.service.namespace)
@@ -199,16 +199,10 @@ pub(super) fn resolve_endpoints(
             describe()
         ));
     }
-    if is_sandbox && service.selectorless {
+    if uses_gateways && service.selectorless {
         return Err(format!(
-            "{} has no selector, so its EndpointSlices may list any address: it is not granted to a sandbox",
+            "{} has no selector, so its EndpointSlices may list any address: gateways do not serve it",
             describe()
-        ));
-    }
-    if !is_sandbox && exporter.effective_addressing() == Addressing::Masqueraded {
-        return Err(format!(
-            "cluster {:?} is masqueraded: its pods have no addresses in the mesh",
-            grant.cluster
         ));
     }
     let mut ports: Vec<ServicePort> = Vec::new();
@@ -313,7 +307,7 @@ pub(super) fn resolve_endpoints(
     })
 }
 
-/// Resolves a grant of a sandbox: the endpoints are the usable gateways, with the gateway ports of the grant.
+/// Resolves a grant that gateways serve: the endpoints are the usable gateways, with the gateway ports of the grant.
 fn resolve_with_gateways(
     grant: &Grant,
     importer: &Cluster,
@@ -361,7 +355,7 @@ fn resolve_with_gateways(
         .find(|port| gateway_access.exhausted.contains(&port.protocol));
     let exhausted = exhausted.map(|port| {
         format!(
-            "port {} of Service {} has no port at the gateways of cluster {:?}: other grants of this sandbox use all {PORT_COUNT} \
+            "port {} of Service {} has no port at the gateways of cluster {:?}: other grants of this cluster use all {PORT_COUNT} \
              for {}; remove some of them",
             port.port,
             grant.service,

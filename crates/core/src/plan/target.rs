@@ -60,15 +60,9 @@ impl<'a> MeshMember<'a> {
         claims.any(|claim| network.contains(&claim.addr()))
     }
 
-    /// The member's own networks in the mesh: `cluster.allowed` of a routed member or a sandbox. For a masqueraded member that is no
-    /// sandbox: the WireGuard network of each node, or only the node's WireGuard address if allowedNetworks do not contain that network.
-    /// The networks of a sandbox do not depend on its Nodes: otherwise thousands of Nodes would put thousands of networks into a policy,
-    /// and each added or deleted Node would change the policy.
-    fn networks(&self) -> BTreeSet<IpNet> {
+    /// The WireGuard network of each node, or only the node's WireGuard address if allowedNetworks do not contain that network.
+    pub(super) fn wireguard_networks(&self) -> BTreeSet<IpNet> {
         let cluster = &self.cluster;
-        if cluster.effective_addressing() == Addressing::Routed || cluster.profile == Profile::Sandbox {
-            return cluster.allowed.iter().copied().collect();
-        }
         let nodes = self
             .last_observed()
             .into_iter()
@@ -84,6 +78,18 @@ impl<'a> MeshMember<'a> {
                 }
             })
             .collect()
+    }
+
+    /// The member's own networks in the mesh: `cluster.allowed` of a routed member or a sandbox, [`Self::wireguard_networks`] of another
+    /// masqueraded member.
+    /// The networks of a sandbox do not depend on its Nodes: otherwise thousands of Nodes would put thousands of networks into a policy,
+    /// and each added or deleted Node would change the policy.
+    fn networks(&self) -> BTreeSet<IpNet> {
+        let cluster = &self.cluster;
+        if cluster.effective_addressing() == Addressing::Routed || cluster.profile == Profile::Sandbox {
+            return cluster.allowed.iter().copied().collect();
+        }
+        self.wireguard_networks()
     }
 }
 
@@ -178,17 +184,19 @@ impl<'a> MeshInputs<'a> {
             let mut peer_planner = peers::PeerPlanner::new(self, name, target);
             peer_planner.add_own_nodes();
             for (source, mesh_member) in self.sources(name, target) {
-                match self.link(name, target, mesh_member) {
-                    None => {}
-                    Some(Link::Meshed) => peer_planner.add_source(source, mesh_member),
-                    Some(Link::Sandbox) => {
-                        outcome
-                            .plan
-                            .accesses
-                            .extend(self.plan_access(name, target, source, mesh_member));
-                        outcome.facts.extend(missing_gateway(target));
-                    }
-                    Some(Link::Grantor) => peer_planner.add_gateways(source, mesh_member),
+                if self.link(name, target, mesh_member) == Some(Link::Meshed) {
+                    peer_planner.add_source(source, mesh_member);
+                }
+                if self.uses_gateways(target, source, mesh_member) {
+                    let access = self.plan_access(name, target, source, mesh_member);
+                    outcome.plan.accesses.extend(access);
+                    outcome.facts.extend(missing_gateway(target));
+                }
+            }
+            // After the nodes of all sources, so that a gateway with a copied key does not take a node's place.
+            for (source, mesh_member) in self.sources(name, target) {
+                if self.uses_gateways(mesh_member, name, target) {
+                    peer_planner.add_gateways(source, mesh_member);
                 }
             }
             peer_planner.finish(&mut outcome);
@@ -205,6 +213,13 @@ impl<'a> MeshInputs<'a> {
         let link = link::between(target, source)?;
         let is_unenforced = link == Link::Meshed && source.cluster.quarantine && self.not_enforcing.contains(name);
         (!is_unenforced).then_some(link)
+    }
+
+    /// Whether `importer` reaches Services of `exporter` through gateways. `false` also if it should ([`link::uses_gateways`]), but kg serves
+    /// its nodes: kg sends from addresses that gateways do not accept. In a sandbox, nodes cannot send from others.
+    fn uses_gateways(&self, exporter: &MeshMember<'_>, importer_name: &str, importer: &MeshMember<'_>) -> bool {
+        let is_sandbox = importer.cluster.profile == Profile::Sandbox;
+        link::uses_gateways(exporter, importer) && (is_sandbox || !self.runs_kg(importer_name, importer))
     }
 
     /// Reports that the observed target `name` lacks the Peer CRD, if a source is connected to it that is no sandbox. Sandboxes get no
@@ -433,9 +448,16 @@ impl<'a> MeshInputs<'a> {
             let mesh_member = self.mesh_members.get(&grant.cluster);
             // The importer sends to the exporter, so here the importer is the source.
             let link = mesh_member.and_then(|mesh_member| link::between(mesh_member, target));
-            let gateway_access = mesh_member.filter(|_| link == Some(Link::Sandbox));
+            let gateway_access = mesh_member.filter(|mesh_member| self.uses_gateways(mesh_member, name, target));
             let gateway_access = gateway_access.map(|mesh_member| self.gateway_access(mesh_member, name));
+            let needs_agents = gateway_access.is_none()
+                && mesh_member.is_some_and(|mesh_member| link::uses_gateways(mesh_member, target));
             let exporter = match mesh_member {
+                Some(_) if needs_agents => Err(format!(
+                    "cluster {:?} is masqueraded, so its Services are reached through its gateways. They accept only WireGuard addresses, \
+                     and kg on nodes of this cluster sends with other sources: run wg-agent instead of kg there",
+                    grant.cluster
+                )),
                 Some(mesh_member) if matches!(link, Some(Link::Meshed | Link::Sandbox)) => Ok(&mesh_member.cluster),
                 mesh_member => Err(link::refusal(target, mesh_member, &grant.cluster)),
             };

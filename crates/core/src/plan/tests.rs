@@ -13,7 +13,7 @@ use crate::{
     mesh::{Addressing, Cluster, Export, Grant, GrantPort, Locations, PodNetwork, PortRef, Profile, Protocol},
     observe::{
         Claim, Endpoint, Granularity, Member, Node, Observation, ObservedAccess, ObservedPeer, ObservedPolicy, Owner,
-        PeerSpec, Pod, PolicySpec, Server, Service, ServicePort, Slice, SliceEndpoint,
+        PeerRole, PeerSpec, Pod, PolicySpec, Server, Service, ServicePort, Slice, SliceEndpoint,
     },
 };
 

@@ -10,7 +10,7 @@ use clustermesh_core::{
     diff::{Action, Item},
     key::PublicKey,
     mesh::{Addressing, ClusterIdentity, Locations, Profile},
-    observe::{Claim, Endpoint, Granularity, Node, Observation, Server},
+    observe::{Claim, Endpoint, Granularity, Node, Observation, PeerRole, Server},
     ownership::Ownership,
     plan::{Fact, Plan, Settings},
 };
@@ -64,7 +64,7 @@ proptest! {
                         continue;
                     }
                     let node = &member.nodes[&peer.node];
-                    prop_assert_eq!(peer.spec.location.as_ref(), Some(&node.location));
+                    prop_assert_eq!(&peer.spec.role, &PeerRole::OwnNode(node.location.clone()));
                     let addresses = node.internal_ips.iter().copied().chain(node.wireguard_ip.value().map(IpNet::addr));
                     let mut own: BTreeSet<IpNet> = addresses.map(|address| IpNet::from(address.to_canonical())).collect();
                     own.extend(node.pod_cidrs.iter().filter_map(Claim::value).map(IpNet::trunc));

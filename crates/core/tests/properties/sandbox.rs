@@ -2,7 +2,7 @@
 
 use clustermesh_core::{
     key::PublicKey,
-    mesh::{ClusterIdentity, Profile},
+    mesh::{Addressing, ClusterIdentity, Mesh, Profile},
     observe::{Claim, Member, Node, Observation, PolicySpec},
     plan::MeshPlan,
 };
@@ -81,8 +81,11 @@ proptest! {
                     }
                 }
                 for access in target.accesses.values() {
-                    // A SandboxAccess is always in a cluster-meshed member and for a sandbox.
-                    prop_assert_eq!((target_profile, profile(&scenario, &mesh.identities[&access.source])), (Profile::ClusterMeshed, Profile::Sandbox));
+                    // A SandboxAccess is always in a cluster-meshed member, and for a sandbox or for an importer of a masqueraded member.
+                    prop_assert_eq!(target_profile, Profile::ClusterMeshed);
+                    let is_masqueraded = |mesh: &Mesh| mesh.clusters.iter().any(|c| c.name == *name && c.effective_addressing() == Addressing::Masqueraded);
+                    let is_sandbox = profile(&scenario, &mesh.identities[&access.source]) == Profile::Sandbox;
+                    prop_assert!(is_sandbox || scenario.meshes.iter().any(is_masqueraded));
                     let accepted = &mesh.clusters[&access.source].accepted;
                     let addresses = access.spec.nodes.values().flat_map(|node| &node.addresses);
                     for address in addresses {

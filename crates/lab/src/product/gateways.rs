@@ -23,19 +23,33 @@ impl Product<'_> {
     /// # Errors
     /// When the hub refuses a manifest, or a gateway does not become ready.
     pub async fn install_gateways(&mut self, namespaces: &[&str]) -> Result<()> {
-        let hub = self.hub();
+        let hub = self.hub().plan().name.clone();
+        self.install_gateways_in(&hub, namespaces).await
+    }
+
+    /// Does the same as [`Self::install_gateways`] in any cluster that has the agents' image.
+    ///
+    /// # Errors
+    /// As [`Self::install_gateways`].
+    pub async fn install_gateways_in(&mut self, cluster: &str, namespaces: &[&str]) -> Result<()> {
+        let target = self.lab.cluster(cluster);
         for crd in ["sandboxaccesses", "sandboxgateways"] {
-            hub.apply(&repository_file(&format!("crds/{crd}.kilo.squat.ai.yaml"))?)
+            target
+                .apply(&repository_file(&format!("crds/{crd}.kilo.squat.ai.yaml"))?)
                 .await?;
         }
         let last_crd = "crd/sandboxgateways.kilo.squat.ai";
-        hub.kubectl(["wait", "--for=condition=Established", last_crd]).await?;
-        hub.apply(&repository_file("deploy/gateway.yaml")?).await?;
-        for words in configuration(hub.plan(), namespaces) {
-            hub.kubectl(words).await?;
+        target
+            .kubectl(["wait", "--for=condition=Established", last_crd])
+            .await?;
+        target.apply(&repository_file("deploy/gateway.yaml")?).await?;
+        for words in configuration(target.plan(), namespaces) {
+            target.kubectl(words).await?;
         }
-        self.gateways = true;
-        hub.wait_for_rollout(GATEWAYS, &format!("statefulset/{GATEWAYS}")).await
+        self.gateways.insert(cluster.to_owned());
+        target
+            .wait_for_rollout(GATEWAYS, &format!("statefulset/{GATEWAYS}"))
+            .await
     }
 
     /// The commands that [`Product::install_gateways`] runs, without the waits, as docs/operations/sandboxes.md has

@@ -6,7 +6,7 @@ use std::{
 
 use clustermesh_core::{
     mesh::Protocol,
-    observe::{Endpoint, PeerSpec, PolicySpec},
+    observe::{Endpoint, PeerRole, PeerSpec, PolicySpec},
 };
 
 use super::{format::VERSION, *};
@@ -25,7 +25,7 @@ fn peer(endpoint: Endpoint) -> ParsedPeer {
             endpoint: Some(endpoint),
             candidates: vec!["192.0.2.1:51820".parse().unwrap(), "[2001:db8::1]:1".parse().unwrap()],
             persistent_keepalive: 25,
-            location: Some("west".into()),
+            role: PeerRole::OwnNode("west".into()),
         }),
     }
 }

@@ -23,6 +23,7 @@ fn table(mesh: &str) -> Firewall {
         throw: &[].into(),
         published: &[].into(),
         own_cluster: &[].into(),
+        gateways: &[].into(),
         own_sources: &[].into(),
         policies: &policies,
         internal_ips: &[].into(),

@@ -12,7 +12,10 @@ use clustermesh_agent_core::{
     mtu,
     prefixes::host,
 };
-use clustermesh_core::{key::PublicKey, observe::Endpoint};
+use clustermesh_core::{
+    key::PublicKey,
+    observe::{Endpoint, PeerRole},
+};
 use ipnet::IpNet;
 
 use crate::source::{objects::ParsedNode, store::ClusterSnapshot, underlay::Underlay};
@@ -72,8 +75,9 @@ pub(super) fn gather_inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, local:
         };
         // A Peer with a location describes a node of this cluster. Nodes in this node's own location are reached without the tunnel. A
         // node without a location has no Peer in the other locations, so it uses none.
-        let is_own_cluster = spec.location.is_some();
-        if is_own_cluster && (own_location.is_empty() || spec.location.as_deref() == Some(own_location)) {
+        if let PeerRole::OwnNode(location) = &spec.role
+            && (own_location.is_empty() || location == own_location)
+        {
             continue;
         }
         let endpoint = match &spec.endpoint {
@@ -99,7 +103,7 @@ pub(super) fn gather_inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, local:
             candidates: spec.candidates.clone(),
             keepalive: NonZeroU16::new(spec.persistent_keepalive),
             allowed_ips: spec.allowed_ips.iter().copied().collect(),
-            is_own_cluster,
+            role: spec.role.clone(),
         });
     }
     let node = Node {
@@ -132,7 +136,7 @@ pub(super) fn gather_inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, local:
     let others = || snapshot.nodes.objects().filter(|(name, _)| *name != local.name);
     let in_other_locations: BTreeSet<IpNet> = peers
         .iter()
-        .filter(|peer| peer.is_own_cluster)
+        .filter(|peer| matches!(peer.role, PeerRole::OwnNode(_)))
         .flat_map(|peer| peer.allowed_ips.iter().copied())
         .collect();
     let throw = others()

@@ -1,6 +1,6 @@
 use std::time::Duration;
 
-use clustermesh_core::observe::{Endpoint, PeerSpec};
+use clustermesh_core::observe::{Endpoint, PeerRole, PeerSpec};
 
 use super::*;
 use crate::source::{
@@ -73,7 +73,7 @@ fn peer(endpoint: Option<Endpoint>) -> ParsedPeer {
         endpoint,
         candidates: Vec::new(),
         persistent_keepalive: 0,
-        location: None,
+        role: PeerRole::Node,
     };
     ParsedPeer {
         cluster: "mgmt".into(),
@@ -257,7 +257,7 @@ fn only_nodes_of_other_locations_are_peers_in_their_own_cluster() {
             let spec = peer.spec.as_mut().unwrap();
             spec.public_key = PublicKey::new([public_key; 32]);
             spec.allowed_ips = [format!("{address}/32").parse().unwrap()].into();
-            spec.location = Some(location.into());
+            spec.role = PeerRole::OwnNode(location.into());
             peer
         };
         let other_node = |address: &str| ParsedNode {

@@ -85,7 +85,8 @@ impl Demo<'_> {
         println!("{}", hub.kubectl(["get", "peers", "-o", columns]).await?.stdout);
         println!(
             "  shown: two tenants with equal networks use the pods and Services of one hub at the same time; each one's own
-  traffic stays inside. Not possible: other members reach no pod and no Service of a masqueraded tenant."
+  traffic stays inside. Other members reach no pod of a masqueraded tenant; its Services only through
+  gateways in it (`cargo xtask test mesh equal` shows that)."
         );
         Ok(())
     }

@@ -26,7 +26,7 @@ fn spec() -> observe::PeerSpec {
             "192.0.2.1:51821".parse().unwrap(),
         ],
         persistent_keepalive: 25,
-        location: None,
+        role: PeerRole::Node,
     }
 }
 
@@ -183,7 +183,7 @@ fn foreign_peer_with_errors_is_read_unless_its_key_is_invalid() {
         endpoint: None,
         candidates: Vec::new(),
         persistent_keepalive: 0,
-        location: None,
+        role: PeerRole::Node,
     };
     assert_eq!(
         to_core(&peer),

@@ -7,7 +7,7 @@ use ipnet::IpNet;
 use super::PeerPlanner;
 use crate::{
     mesh::{Locations, PodNetwork, is_too_wide},
-    observe::Claim,
+    observe::{Claim, PeerRole},
     plan::{
         Fact, Reason, Skipped,
         nodes::{self, NodeRegistry, RegisteredNode},
@@ -72,7 +72,7 @@ impl PeerPlanner<'_, '_> {
             if let Some(peer) = self.add_node(name, node, prefixes, candidates, &own_names) {
                 self.set_keepalive(&peer, keepalive);
                 if let Some(peer) = self.peers.get_mut(&peer) {
-                    peer.spec.location = Some(location.clone());
+                    peer.spec.role = PeerRole::OwnNode(location.clone());
                 }
             }
         }

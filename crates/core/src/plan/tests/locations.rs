@@ -62,13 +62,13 @@ fn own_nodes_have_peers_with_all_their_addresses() {
             endpoint: Some(Endpoint::Ip("172.30.2.1:51820".parse().unwrap())),
             candidates: vec![],
             persistent_keepalive: 0,
-            location: Some("east".into()),
+            role: PeerRole::OwnNode("east".into()),
         };
         assert_eq!(plan.targets["tenant"].peers[X].spec, expected);
         // Other members see what they see without locations.
         let in_hub = &plan.targets["mgmt"].peers[X].spec;
         assert!(!in_hub.allowed_ips.contains(&"172.30.2.1/32".parse().unwrap()));
-        assert_eq!(in_hub.location, None);
+        assert_eq!(in_hub.role, PeerRole::Node);
         assert_eq!(plan.clusters["tenant"].registered, 3);
     }
     mesh.clusters[1].locations = Locations::Ignored;

@@ -14,7 +14,7 @@ fn peer_has_pod_cidr_wireguard_ip_and_endpoint_of_node() {
             endpoint: Some(Endpoint::Ip("172.30.2.1:51820".parse().unwrap())),
             candidates: vec![],
             persistent_keepalive: 0,
-            location: None,
+            role: PeerRole::Node,
         }
     );
     assert_eq!(plan.clusters["mgmt"].registered, 2);

@@ -36,7 +36,7 @@ fn foreign_peer_keeps_its_name_key_and_prefixes() {
             endpoint: None,
             candidates: vec![],
             persistent_keepalive: 25,
-            location: None,
+            role: PeerRole::Node,
         }),
     };
     edit(&mut seen, &ClusterIdentity::Local, |m| {

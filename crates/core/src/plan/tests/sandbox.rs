@@ -9,6 +9,7 @@ use crate::{
 mod changes;
 mod gateways;
 mod grants;
+mod masqueraded;
 mod pending;
 
 fn object(namespace: &str, name: &str) -> ObjectName {

@@ -430,7 +430,7 @@ fn old_sandbox_peers_are_denied_and_then_deleted() {
                 endpoint: None,
                 candidates: vec![],
                 persistent_keepalive: 0,
-                location: None,
+                role: PeerRole::Node,
             }),
         };
         edit(&mut seen, &ClusterIdentity::Local, |m| {

@@ -157,7 +157,7 @@ fn grant_without_free_gateway_port_is_reported() {
         (granted(&mesh, &seen), message(&plan).to_owned())
     };
     let no_port = "port 5432 of Service team-x/postgres has no port at the gateways of cluster \"mgmt\": other grants of this \
-                   sandbox use all 10000 for TCP; remove some of them";
+                   cluster use all 10000 for TCP; remove some of them";
     assert_eq!(set_other_grants(20_000..30_000), (vec![], no_port.to_owned()));
     let not_yet = "the SandboxAccess in cluster \"mgmt\" does not contain this grant yet";
     assert_eq!(
