@@ -151,7 +151,7 @@ impl TestEnv<'_> {
                 let [a, b, c, _] = ip.octets();
                 IpAddr::from([a, b, c, 1])
             }
-            _ => self.lab.node(anchor).address().into(),
+            _ => self.lab.node(anchor).address(),
         }
     }
 

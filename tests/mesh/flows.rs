@@ -11,7 +11,7 @@ use std::{
 use clustermesh_lab::{Answer, Lab, LabPlan, NAMESPACE, RunningPod, TrafficClient, wait_until};
 use nix::sys::signal::Signal;
 
-use crate::setup::{HUB, MEMBER, Mesh, PATIENCE, anchors_of, host, json, pod, url};
+use crate::setup::{HUB, MEMBER, Mesh, PATIENCE, anchors_of, as_v4, host, json, pod, url};
 
 #[tokio::test]
 async fn flows_between_routed_members_work_and_are_encrypted() {
@@ -111,7 +111,7 @@ async fn remote_cluster_ip_is_reached_through_anchor(mesh: &Mesh<'_>) {
                     if to.node == anchor {
                         bridge_address(to)
                     } else {
-                        mesh.lab.node(&anchor).address().into()
+                        mesh.lab.node(&anchor).address()
                     },
                 )
             })
@@ -148,13 +148,6 @@ async fn anchor_moves_off_a_cordoned_node(mesh: &Mesh<'_>) {
 fn bridge_address(web: &RunningPod) -> IpAddr {
     let [a, b, c, _] = as_v4(web.ip).octets();
     IpAddr::from([a, b, c, 1])
-}
-
-fn as_v4(address: IpAddr) -> std::net::Ipv4Addr {
-    match address {
-        IpAddr::V4(address) => address,
-        IpAddr::V6(address) => panic!("{address} in an IPv4 lab"),
-    }
 }
 
 async fn host_networks_use_wireguard_address_only_as_source(mesh: &Mesh<'_>) {
@@ -194,7 +187,7 @@ async fn host_networks_use_wireguard_address_only_as_source(mesh: &Mesh<'_>) {
                 for (client, source) in [(pod(from), from.ip), (host(&from.node), mesh.wireguard[&from.node])] {
                     // Only the hub's nodes have their own addresses in allowedNetworks.
                     if server.starts_with(HUB) {
-                        let to = IpAddr::from(node.address());
+                        let to = node.address();
                         let answer = mesh.wait_for_answer(&client, &url(to, 9090)).await;
                         let want = Answer {
                             pod: server.clone(),
@@ -288,7 +281,7 @@ async fn controller_policy_opens_only_required_sockets(mesh: &Mesh<'_>) {
     all.extend(mesh.member.sockets().await.unwrap());
     all.retain(|socket, _| socket.ip() != controller.ip);
     all.extend(admitted.iter().map(|socket| (*socket, String::new())));
-    let kubelets = mesh.hub.nodes().into_iter().map(|node| (node.address().into(), 10250));
+    let kubelets = mesh.hub.nodes().into_iter().map(|node| (node.address(), 10250));
     let webs = mesh.hub_webs.iter().chain(&mesh.member_webs).map(|web| (web.ip, 8080));
     let open: BTreeSet<SocketAddr> = kubelets
         .chain(webs)

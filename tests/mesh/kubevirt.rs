@@ -19,6 +19,8 @@ use futures::future::join_all;
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
+use crate::setup::as_v4;
+
 const HUB: &str = "mgmt";
 const MEMBER: &str = "kv";
 const WORKER: &str = "kv-1";
@@ -104,7 +106,7 @@ impl<'a> TestEnv<'a> {
         let NodeNetwork::Pods { api, .. } = member.plan().node_network else {
             panic!("{:?}", member.plan().node_network)
         };
-        assert!(hub.plan().pod_cidr.contains(&worker.address()), "{worker:?}");
+        assert!(hub.plan().pod_cidr.contains(&as_v4(worker.address())), "{worker:?}");
         assert!(hub.plan().service_cidr.contains(&api), "{api}");
         let endpoints = json(&member, &["get", "endpointslices", "kubernetes"]).await;
         let endpoint = &endpoints["endpoints"][0]["addresses"][0];
@@ -213,9 +215,7 @@ impl<'a> TestEnv<'a> {
             .map(|route| route["dst"].as_str().unwrap())
             .collect();
         println!("thrown: {thrown:?}");
-        let [a, b, c, _] = self.worker.address().octets();
-        let next_hop = IpAddr::from([a, b, c, 1]);
-        for needed in [self.api, next_hop] {
+        for needed in [self.api, self.next_hop()] {
             assert!(thrown.contains(&needed.to_string().as_str()), "{needed}: {routes:#}");
         }
     }
@@ -291,10 +291,10 @@ impl<'a> TestEnv<'a> {
             .iter()
             .map(|node| format!(" or dst host {}", node.address()))
             .collect();
-        let [a, b, c, _] = self.worker.address().octets();
+        let next_hop = self.next_hop();
         let filter = format!(
             "ether src {mac} and not udp port 51820 and (dst net {pods} or dst net {services} or dst net {wireguard}{nodes}) \
-             and not (icmp[icmptype] == icmp-unreach and icmp[icmpcode] == 3) and not dst host {api} and not dst host {a}.{b}.{c}.1 \
+             and not (icmp[icmptype] == icmp-unreach and icmp[icmpcode] == 3) and not dst host {api} and not dst host {next_hop} \
              and not (src host {eth0} and (tcp src port {HTTP_PORT} or udp src port {ECHO_PORT} or tcp src portrange 30000-32767))",
             mac = self.mac().await,
             pods = plan.pod_cidr,
@@ -304,6 +304,12 @@ impl<'a> TestEnv<'a> {
             eth0 = self.worker.address(),
         );
         captured.packets(&filter).await.unwrap()
+    }
+
+    /// The worker's default gateway: the bridge of the hub's pods on its host node.
+    fn next_hop(&self) -> IpAddr {
+        let [a, b, c, _] = as_v4(self.worker.address()).octets();
+        IpAddr::from([a, b, c, 1])
     }
 
     /// Number of replies over TCP and over UDP that left through eth0 with its address.

@@ -70,12 +70,7 @@ impl<'a> TestEnv<'a> {
         let networks = |cluster: &Cluster<'_>| {
             let plan = cluster.plan();
             let mut networks = vec![plan.pod_cidr.into(), plan.service_cidr.into(), plan.wireguard_cidr];
-            networks.extend(
-                cluster
-                    .nodes()
-                    .iter()
-                    .map(|node| IpNet::from(IpAddr::from(node.address()))),
-            );
+            networks.extend(cluster.nodes().iter().map(|node| IpNet::from(node.address())));
             let mut networks: Vec<String> = networks.iter().map(IpNet::to_string).collect();
             if plan.name == HUB {
                 networks.extend(gateway_cidrs(plan));

@@ -342,3 +342,11 @@ pub(crate) async fn assert_answers(lab: &Lab, from: &TrafficClient, url: &str, w
     .await
     .unwrap();
 }
+
+/// An address of an IPv4 lab.
+pub(crate) fn as_v4(address: IpAddr) -> std::net::Ipv4Addr {
+    match address {
+        IpAddr::V4(address) => address,
+        IpAddr::V6(address) => panic!("{address} in an IPv4 lab"),
+    }
+}

@@ -101,7 +101,7 @@ impl<'a> TestEnv<'a> {
             let mut expected = Vec::new();
             for gateway in &granted.gateways {
                 let (_, port) = NODE_PORTS.into_iter().find(|(name, _)| gateway.name == *name).unwrap();
-                expected.push(SocketAddr::new(self.node_of(gateway).await?.address().into(), port));
+                expected.push(SocketAddr::new(self.node_of(gateway).await?.address(), port));
             }
             let endpoints: Vec<SocketAddr> = granted.gateways.iter().map(|gateway| gateway.endpoint).collect();
             if endpoints == expected && endpoints.len() == NODE_PORTS.len() {

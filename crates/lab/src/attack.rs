@@ -38,8 +38,7 @@ impl Cluster<'_> {
             all.extend(cluster.sockets().await?);
         }
         let plan = self.plan();
-        let mut pods = vec![IpNet::from(plan.pod_cidr)];
-        pods.extend(plan.v6.iter().map(|v6| IpNet::from(v6.pod_cidr)));
+        let pods = plan.pod_cidrs();
         let outside = |ip: &IpAddr| !own.contains(ip) && !pods.iter().any(|net| net.contains(ip));
         all.retain(|socket, _| outside(&socket.ip()) || granted.contains(&socket.ip()));
         Ok(all)

@@ -76,7 +76,7 @@ impl Boundary<'_> {
     pub async fn admitted(&self) -> Result<BTreeSet<SocketAddr>> {
         let plan = self.sandbox.plan();
         let mut out: BTreeSet<SocketAddr> = [plan.advertised_api(), plan.api_address()]
-            .map(|address| SocketAddr::new(address.into(), 6443))
+            .map(|address| SocketAddr::new(address, 6443))
             .into();
         let words = [
             "-n",
@@ -92,10 +92,7 @@ impl Boundary<'_> {
         let pods: Value = serde_json::from_str(&pods).map_err(|error| Error::Other(format!("{error}: {pods}")))?;
         let pods = pods["items"].as_array().into_iter().flatten();
         let pods = pods.filter_map(|pod| pod["status"]["podIP"].as_str()?.parse::<IpAddr>().ok());
-        out.extend(
-            pods.chain([self.hub.plan().dns_ip().into()])
-                .map(|ip| SocketAddr::new(ip, 53)),
-        );
+        out.extend(pods.chain([self.hub.plan().dns_ip()]).map(|ip| SocketAddr::new(ip, 53)));
         Ok(out)
     }
 

@@ -1,9 +1,12 @@
 //! Creates the command lines and files of a cluster's control plane: etcd, API server, controller-manager, scheduler.
 
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 
+use ipnet::IpNet;
+
 use crate::pki::{Authority, Pair, service_account_key};
+use crate::plan::comma_separated;
 use crate::{ClusterPlan, Error, Result, Tools};
 
 /// The address of etcd inside the underlay's network namespace. One etcd serves all clusters, each with its own key prefix.
@@ -47,12 +50,11 @@ pub(crate) fn write_files(directory: &Path, cluster: &ClusterPlan, port: u16) ->
         "kubernetes.default.svc",
     ];
     let addresses = [
-        Ipv4Addr::LOCALHOST,
+        Ipv4Addr::LOCALHOST.into(),
         cluster.api_address(),
         cluster.advertised_api(),
         cluster.api_service_ip(),
-    ]
-    .map(IpAddr::V4);
+    ];
     let server = authority.server(&names, &addresses).map_err(certificate_error)?;
     write(pki.join("server.crt"), &server.certificate)?;
     write(pki.join("server.key"), &server.key)?;
@@ -61,7 +63,7 @@ pub(crate) fn write_files(directory: &Path, cluster: &ClusterPlan, port: u16) ->
     write(pki.join("service-account.key"), &private)?;
     write(pki.join("service-account.pub"), &public)?;
 
-    let inside = format!("https://{}:6443", cluster.api_address());
+    let inside = api_url(cluster.api_address());
     let from_nodes = server_for_nodes(cluster);
     let outside = format!("https://127.0.0.1:{port}");
     for (file, url, user, group) in [
@@ -98,11 +100,16 @@ pub(crate) fn node_kubeconfig(directory: &Path, cluster: &ClusterPlan, node: &st
 
 /// The URL at which nodes reach the API server. Nodes that are pods of another cluster use a ClusterIP of that cluster.
 fn server_for_nodes(cluster: &ClusterPlan) -> String {
-    format!("https://{}:6443", cluster.advertised_api())
+    api_url(cluster.advertised_api())
+}
+
+/// The URL of an API server at an address of either family.
+pub(crate) fn api_url(address: IpAddr) -> String {
+    format!("https://{}", SocketAddr::new(address, 6443))
 }
 
 fn service_ranges(cluster: &ClusterPlan) -> String {
-    ClusterPlan::comma_separated(cluster.service_cidr, cluster.v6.as_ref().map(|v6| v6.service_cidr))
+    comma_separated(&cluster.service_cidrs())
 }
 
 /// Command lines of the control plane. Each process runs in the underlay's network namespace.
@@ -184,19 +191,17 @@ impl Commands<'_> {
             format!("--service-account-private-key-file={}", file("pki/service-account.key")),
             format!("--root-ca-file={}", file("pki/ca.crt")),
             "--allocate-node-cidrs".into(),
-            format!(
-                "--cluster-cidr={}",
-                ClusterPlan::comma_separated(cluster.pod_cidr, cluster.v6.as_ref().map(|v6| v6.pod_cidr))
-            ),
+            format!("--cluster-cidr={}", comma_separated(&cluster.pod_cidrs())),
             format!("--service-cluster-ip-range={}", service_ranges(cluster)),
-            "--node-cidr-mask-size-ipv4=24".into(),
             "--configure-cloud-routes=false".into(),
             // The default is a directory under the host's /usr.
             format!("--flex-volume-plugin-dir={}", file("flex")),
         ];
-        if cluster.v6.is_some() {
-            flags.push("--node-cidr-mask-size-ipv6=64".into());
-        }
+        // The controller-manager refuses the flag of a family that the cluster does not have.
+        flags.extend(cluster.pod_cidrs().iter().map(|range| match range {
+            IpNet::V4(_) => "--node-cidr-mask-size-ipv4=24".into(),
+            IpNet::V6(_) => "--node-cidr-mask-size-ipv6=64".into(),
+        }));
         self.argv("kube-controller-manager", flags)
     }
 

@@ -8,6 +8,7 @@ mod pods;
 mod underlay;
 
 use std::collections::BTreeMap;
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -115,7 +116,7 @@ impl Lab {
         let plan = self.plan();
         self.make_underlay().await?;
         for cluster in &plan.clusters {
-            let to = (cluster.api_address(), 6443).into();
+            let to = SocketAddr::new(cluster.api_address(), 6443);
             let Response::Port(port) = self.run.request(&Request::Forward {
                 namespace: UNDERLAY.into(),
                 to,

@@ -7,11 +7,11 @@ mod policies;
 mod root;
 mod services;
 
-use std::net::{Ipv4Addr, Ipv6Addr};
+use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
-use ipnet::{Ipv4Net, Ipv6Net};
+use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
 use crate::{ArtefactSet, ClusterPlan, NodePlan, ProxyMode, Tools};
@@ -23,13 +23,11 @@ pub(crate) struct Settings {
     run: PathBuf,
     name: String,
     cluster: String,
-    address: Ipv4Addr,
-    /// The pod range of the cluster, for all its nodes.
-    pod_cidr: Ipv4Net,
-    dns: Ipv4Addr,
-    /// In a dual-stack cluster: the node's IPv6 address, and the cluster's IPv6 pod range.
-    #[serde(default)]
-    v6: Option<(Ipv6Addr, Ipv6Net)>,
+    /// The addresses of one or both families, the first family first.
+    addresses: Vec<IpAddr>,
+    /// The pod ranges of the cluster, for all its nodes.
+    pod_cidrs: Vec<IpNet>,
+    dns: IpAddr,
     proxy: ProxyMode,
     /// The implementation of NetworkPolicies. `None` = the node does not enforce them.
     #[serde(default)]
@@ -46,8 +44,8 @@ enum PolicyEngine {
     /// A kube-router that was built outside this repository, at the path in `KUBE_ROUTER_BIN`.
     KubeRouter {
         program: PathBuf,
-        /// The Service range, which kube-router needs as a flag.
-        services: Ipv4Net,
+        /// The Service ranges, which kube-router needs as a flag.
+        services: Vec<IpNet>,
     },
 }
 
@@ -57,7 +55,7 @@ impl PolicyEngine {
             None => Self::Own,
             Some(program) => Self::KubeRouter {
                 program: program.into(),
-                services: cluster.service_cidr,
+                services: cluster.service_cidrs(),
             },
         }
     }
@@ -78,10 +76,9 @@ impl Settings {
             run: run.into(),
             name: node.name.clone(),
             cluster: cluster.name.clone(),
-            address: node.address,
-            pod_cidr: cluster.pod_cidr,
+            addresses: node.addresses(),
+            pod_cidrs: cluster.pod_cidrs(),
             dns: cluster.dns_ip(),
-            v6: node.address_v6.zip(cluster.v6.as_ref().map(|v6| v6.pod_cidr)),
             proxy: cluster.proxy,
             policies,
             programs,

@@ -1,11 +1,15 @@
 //! Defines the address plan: the clusters and nodes of a lab and their addresses.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+mod addresses;
+mod validate;
+
+use std::net::Ipv4Addr;
 
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, Result};
+pub(crate) use addresses::comma_separated;
+pub use addresses::{HostNode, NodePlan, Uplink};
 
 /// Prefix length of the whole underlay, one link that connects all API servers, NAT routers and nodes of [`NodeNetwork::Underlay`]. Each
 /// cluster has a /24 of it.
@@ -43,7 +47,7 @@ pub struct ClusterPlan {
     /// The first node that is on the underlay although the others are in `node_network`; `None` = all nodes are in `node_network`.
     #[serde(default)]
     pub first_underlay_node: Option<u8>,
-    /// The IPv6 ranges of a dual-stack cluster. Its first family is IPv4.
+    /// The IPv6 ranges. The first family of a dual-stack cluster is IPv4. If the cluster has IPv6 only, the IPv4 ranges are unused.
     #[serde(default)]
     pub v6: Option<PlanV6>,
     /// The mode of kube-proxy.
@@ -54,16 +58,19 @@ pub struct ClusterPlan {
     pub policies: bool,
 }
 
-/// The IPv6 ranges of a dual-stack cluster. API server and DNS have IPv4 addresses only.
+/// The IPv6 ranges of a cluster. The API server and the DNS of a dual-stack cluster have IPv4 addresses only.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PlanV6 {
     /// Pod range. The controller-manager gives each node a /64 of it.
     pub pod_cidr: Ipv6Net,
     /// Service range.
     pub service_cidr: Ipv6Net,
-    /// Addresses of nodes: a /64 of the underlay. `::1` = default gateway, `::a` + n = node n,
-    /// `::f0` = load balancer.
+    /// Addresses of nodes: a /64 of the underlay. `::1` = default gateway, and the API server of a cluster of IPv6 only; `::a` + n =
+    /// node n, `::f0` = load balancer.
     pub underlay: Ipv6Net,
+    /// Whether the cluster has no IPv4 addresses: neither its nodes, pods and Services nor its API server and DNS.
+    #[serde(default)]
+    pub is_only_family: bool,
 }
 
 /// The mode of kube-proxy, which implements Services.
@@ -128,54 +135,6 @@ pub enum NatKind {
     OneToOne,
 }
 
-/// The network to which one node is connected.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Uplink {
-    /// The underlay's bridge.
-    #[default]
-    Underlay,
-    /// The bridge of the pods on a node of another cluster.
-    Pods {
-        /// The host node.
-        of: HostNode,
-        /// The pod range of that node. Its first address is the worker's default gateway.
-        range: Ipv4Net,
-    },
-    /// The private network behind a NAT router.
-    Nat {
-        /// The private network.
-        lan: Ipv4Net,
-        /// The router's network namespace.
-        router: String,
-    },
-}
-
-/// The name and the underlay address of a node that runs workers in pods.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct HostNode {
-    /// `<cluster>-<n>`.
-    pub name: String,
-    /// The address on the underlay.
-    pub address: Ipv4Addr,
-}
-
-/// The name, addresses and uplink of one node.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct NodePlan {
-    /// `<cluster>-<n>`, also the Node object's name and the machine's hostname.
-    pub name: String,
-    /// Name of the cluster. Empty for a bare host.
-    pub cluster: String,
-    /// The InternalIP, in the network of [`Self::uplink`].
-    pub address: Ipv4Addr,
-    /// The network to which the node is connected.
-    #[serde(default)]
-    pub uplink: Uplink,
-    /// The IPv6 InternalIP, in a dual-stack cluster.
-    #[serde(default)]
-    pub address_v6: Option<Ipv6Addr>,
-}
-
 impl LabPlan {
     /// A plan of API servers only, one for each name.
     pub fn control_planes(names: &[&str]) -> Self {
@@ -211,9 +170,24 @@ impl LabPlan {
                 pod_cidr: net(format!("fd00:10:{}::/48", 10 * n)),
                 service_cidr: net(format!("fd00:10:{}::/112", 10 * n + 1)),
                 underlay: net(format!("fd00:172:30:{n}::/64")),
+                is_only_family: false,
             });
         }
         self
+    }
+
+    /// Removes IPv4 from a cluster of a plan with [`Self::dual_stack`], and gives it the WireGuard range of
+    /// [`Self::with_wireguard_v6`].
+    ///
+    /// # Panics
+    /// When the cluster is not in the plan or has no IPv6 ranges.
+    #[must_use]
+    pub fn ipv6_only(self, cluster: &str) -> Self {
+        let mut plan = self.with_wireguard_v6(cluster);
+        let v6 = plan.clusters.iter_mut().find(|one| one.name == cluster);
+        let v6 = v6.and_then(|one| one.v6.as_mut());
+        v6.expect("a cluster with IPv6 ranges").is_only_family = true;
+        plan
     }
 
     /// Gives a cluster an IPv6 range for WireGuard addresses: fd00:66:N::/112, where N is its number in the plan, from 1.
@@ -283,7 +257,7 @@ impl LabPlan {
             panic!("the plan has no cluster {cluster:?} or no {of:?}");
         };
         let number = u32::try_from(guest).unwrap_or_default();
-        let api = nth(self.clusters[host].service_cidr, 100 + number);
+        let api = addresses::nth(self.clusters[host].service_cidr, 100 + number);
         let of = of.to_owned();
         self.clusters[guest].node_network = NodeNetwork::Pods { of, node, api };
         self
@@ -314,209 +288,6 @@ impl LabPlan {
         }
         plan
     }
-
-    /// Checks the constraints on which the lab relies.
-    pub(crate) fn validate(&self) -> Result<()> {
-        let mut names = std::collections::BTreeSet::new();
-        let mut underlays = std::collections::BTreeSet::new();
-        for cluster in &self.clusters {
-            let name = &cluster.name;
-            let is_allowed = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
-            if name.is_empty() || name.len() > 40 || !name.chars().all(is_allowed) || name.starts_with('-') {
-                return Err(Error::Other(format!(
-                    "cluster name {name:?}: want 1-40 of a-z, 0-9 and '-'"
-                )));
-            }
-            // Each cluster has a directory in the run directory; these names are already used there.
-            let reserved = ["underlay", "nodes", "log", "ns", "images", "etcd"];
-            if reserved.contains(&name.as_str()) || !names.insert(name) {
-                return Err(Error::Other(format!("cluster name {name:?} is taken")));
-            }
-            if cluster.underlay.prefix_len() != 24 || !underlays.insert(cluster.underlay) {
-                return Err(Error::Other(format!(
-                    "underlay {} of {name}: want a /24 of its own",
-                    cluster.underlay
-                )));
-            }
-            if cluster.nodes > 200 {
-                return Err(Error::Other(format!("{name}: at most 200 nodes fit into its underlay")));
-            }
-            self.validate_workers_in_pods(cluster)?;
-        }
-        let lans = self.clusters.iter().filter_map(|cluster| match cluster.node_network {
-            NodeNetwork::Nat { lan, .. } => Some(lan),
-            _ => None,
-        });
-        let mut distinct = std::collections::BTreeSet::new();
-        for lan in lans {
-            // The API servers share one network namespace, and have a route to each private network.
-            if lan.prefix_len() != 24 || !distinct.insert(lan) {
-                return Err(Error::Other(format!("private network {lan}: want a /24 of its own")));
-            }
-        }
-        Ok(())
-    }
-
-    fn validate_workers_in_pods(&self, cluster: &ClusterPlan) -> Result<()> {
-        let NodeNetwork::Pods { of, node, .. } = &cluster.node_network else {
-            return Ok(());
-        };
-        let can_host = |host: &&ClusterPlan| {
-            host.name == *of
-                && host.controllers
-                && host.node_network == NodeNetwork::Underlay
-                && (1..=host.nodes).contains(node)
-        };
-        let is_in_host_node =
-            |network: &NodeNetwork| matches!(network, NodeNetwork::Pods { of: o, node: n, .. } if o == of && n == node);
-        let uses_host_node = |one: &&ClusterPlan| is_in_host_node(&one.node_network);
-        if !cluster.controllers || !self.clusters.iter().any(|one| can_host(&one)) {
-            return Err(Error::Other(format!(
-                "{}: its nodes cannot be pods of {of}-{node}: {of}-{node} is no node on the underlay, or one of the \
-                 two clusters has only an API server",
-                cluster.name
-            )));
-        }
-        if cluster.nodes > 5 || self.clusters.iter().filter(uses_host_node).count() > 1 {
-            return Err(Error::Other(format!(
-                "{of}-{node} has room for at most five workers, all of one cluster"
-            )));
-        }
-        Ok(())
-    }
-}
-
-impl ClusterPlan {
-    /// A cluster with the default ranges of cluster number `index` (from 0): underlay 172.30.N.0/24, pods 10.N0.0.0/16,
-    /// Services 10.N1.0.0/16, WireGuard 100.66.N.0/24, where N = index + 1.
-    ///
-    /// # Panics
-    /// When `index` is above 23.
-    pub fn with_default_ranges(index: usize, name: &str, nodes: u8) -> Self {
-        let n = u8::try_from(index + 1)
-            .ok()
-            .filter(|n| *n <= 24)
-            .expect("the default plan has room for 24 clusters");
-        let net = |a, b, c, length| Ipv4Net::new_assert(Ipv4Addr::new(a, b, c, 0), length);
-        Self {
-            name: name.into(),
-            nodes,
-            controllers: true,
-            pod_cidr: net(10, 10 * n, 0, 16),
-            service_cidr: net(10, 10 * n + 1, 0, 16),
-            wireguard_cidr: net(100, 66, n, 24).into(),
-            underlay: net(172, 30, n, 24),
-            node_network: NodeNetwork::Underlay,
-            first_underlay_node: None,
-            v6: None,
-            proxy: ProxyMode::Nftables,
-            policies: false,
-        }
-    }
-
-    /// The address at which the cluster's nodes and pods reach the API server (port 6443).
-    pub(crate) fn advertised_api(&self) -> Ipv4Addr {
-        match self.node_network {
-            NodeNetwork::Underlay | NodeNetwork::Nat { .. } => self.api_address(),
-            NodeNetwork::Pods { api, .. } => api,
-        }
-    }
-
-    /// The network namespace of the NAT router.
-    pub(crate) fn nat_router(&self) -> String {
-        format!("{}-router", self.name)
-    }
-
-    /// The address of the NAT router on the underlay.
-    pub fn nat_address(&self) -> Ipv4Addr {
-        nth(self.underlay, 2)
-    }
-
-    /// The public address of node `n` behind a one-to-one NAT.
-    pub fn one_to_one_address(&self, n: u8) -> Ipv4Addr {
-        nth(self.underlay, 100 + u32::from(n))
-    }
-
-    pub(crate) fn address_behind_nat(&self, lan: Ipv4Net, n: u8) -> Ipv4Addr {
-        nth(lan, 10 + u32::from(n))
-    }
-
-    /// The NAT router's address in the private network.
-    pub(crate) fn lan_gateway(lan: Ipv4Net) -> Ipv4Addr {
-        nth(lan, 1)
-    }
-
-    /// The address on the underlay at which the API server listens (port 6443).
-    pub fn api_address(&self) -> Ipv4Addr {
-        nth(self.underlay, 1)
-    }
-
-    /// The ClusterIP of `default/kubernetes`.
-    pub fn api_service_ip(&self) -> Ipv4Addr {
-        nth(self.service_cidr, 1)
-    }
-
-    /// The ClusterIP of the cluster's DNS.
-    pub fn dns_ip(&self) -> Ipv4Addr {
-        nth(self.service_cidr, 10)
-    }
-
-    /// The load balancer addresses on the underlay, one of each family.
-    pub(crate) fn load_balancer_ips(&self) -> Vec<IpAddr> {
-        let v6 = self.v6.as_ref().map(|v6| nth_v6(v6.underlay, 240).into());
-        [nth(self.underlay, 240).into()].into_iter().chain(v6).collect()
-    }
-
-    /// Node number `n`, from 1, on the underlay or behind the NAT router. For [`NodeNetwork::Pods`] see `node_in_pods`.
-    pub fn node(&self, n: u8) -> NodePlan {
-        let (address, uplink) = match &self.node_network {
-            NodeNetwork::Nat { lan, .. } if self.first_underlay_node.is_none_or(|first| n < first) => {
-                let router = self.nat_router();
-                (self.address_behind_nat(*lan, n), Uplink::Nat { lan: *lan, router })
-            }
-            _ => (nth(self.underlay, 10 + u32::from(n)), Uplink::Underlay),
-        };
-        NodePlan {
-            name: format!("{}-{n}", self.name),
-            cluster: self.name.clone(),
-            address,
-            uplink,
-            address_v6: self.v6.as_ref().map(|v6| nth_v6(v6.underlay, 10 + u128::from(n))),
-        }
-    }
-
-    /// The IPv6 default gateway of the nodes, in a dual-stack cluster.
-    pub(crate) fn default_gateway_v6(&self) -> Option<Ipv6Addr> {
-        self.v6.as_ref().map(|v6| nth_v6(v6.underlay, 1))
-    }
-
-    /// Formats the ranges of one or both families, separated by a comma, for flags of Kubernetes.
-    pub(crate) fn comma_separated(v4: Ipv4Net, v6: Option<Ipv6Net>) -> String {
-        v6.map_or_else(|| v4.to_string(), |v6| format!("{v4},{v6}"))
-    }
-
-    /// Node number `n`, from 1, in the pod range of a node of another cluster. Its address is near the end of the range,
-    /// because the IPAM plugin of that node allocates from the start and does not know this address.
-    pub(crate) fn node_in_pods(&self, n: u8, of: &NodePlan, range: Ipv4Net) -> NodePlan {
-        let of = HostNode {
-            name: of.name.clone(),
-            address: of.address,
-        };
-        NodePlan {
-            address: nth(range, 249 + u32::from(n)),
-            uplink: Uplink::Pods { of, range },
-            address_v6: None,
-            ..self.node(n)
-        }
-    }
-}
-
-fn nth(net: Ipv4Net, n: u32) -> Ipv4Addr {
-    Ipv4Addr::from(u32::from(net.network()) + n)
-}
-
-fn nth_v6(net: Ipv6Net, n: u128) -> Ipv6Addr {
-    Ipv6Addr::from(u128::from(net.network()) + n)
 }
 
 #[cfg(test)]

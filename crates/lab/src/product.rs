@@ -8,10 +8,12 @@ mod images;
 
 use std::{
     collections::BTreeSet,
+    net::IpAddr,
     path::{Path, PathBuf},
     time::Duration,
 };
 
+use ipnet::IpNet;
 use k8s_openapi::api::core::v1::Pod;
 use kube::{
     Api, ResourceExt,
@@ -22,7 +24,8 @@ pub use gateways::{GATEWAYS, gateway_cidrs};
 pub use granted::{Gateway, Granted};
 pub use images::ProductImages;
 
-use crate::{Cluster, ClusterPlan, Error, Lab, NodeNetwork, Result, RunningPod, command, wait_until};
+use crate::control_plane::api_url;
+use crate::{Cluster, ClusterPlan, Error, Lab, NodeNetwork, NodePlan, Result, RunningPod, command, wait_until};
 
 /// Namespace of the controller, its meshes and their Secrets.
 pub const NAMESPACE: &str = "clustermesh";
@@ -182,7 +185,7 @@ impl<'a> Product<'a> {
     async fn create_kubeconfig_secret(&self, hub: &Cluster<'_>, member: &Cluster<'_>) -> Result<()> {
         member.apply(&repository_file("deploy/member-account.yaml")?).await?;
         let script = repository().join("deploy/member-kubeconfig.sh").display().to_string();
-        let server = format!("https://{}:6443", member.plan().api_address());
+        let server = api_url(member.plan().api_address());
         let argv = [vec![script, server], member.kubectl_argv(vec![])?].concat();
         let kubeconfig = command::run(&argv, None).await?.stdout;
         let file = self
@@ -375,23 +378,22 @@ impl<'a> Product<'a> {
     }
 }
 
-/// The `allowedNetworks` of a cluster: pod range, WireGuard range and Service range. In the hub also the addresses of
-/// its nodes, so that servers in their host network are reachable. In a dual-stack cluster also the IPv6 pod and Service
-/// ranges, and the IPv6 addresses of its nodes.
+/// The `allowedNetworks` of a cluster: Pod, WireGuard and Service ranges. In the hub also the addresses of its nodes, so that
+/// servers in their host network are reachable. In another cluster with IPv6 also the IPv6 addresses of its nodes, if its WireGuard
+/// range is IPv4.
 fn allowed_networks(plan: &ClusterPlan, is_hub: bool) -> Vec<String> {
-    let mut networks = vec![
-        plan.pod_cidr.to_string(),
-        plan.wireguard_cidr.to_string(),
-        plan.service_cidr.to_string(),
-    ];
+    let mut networks = plan.pod_cidrs();
+    networks.push(plan.wireguard_cidr);
+    networks.extend(plan.service_cidrs());
+    let nodes: Vec<_> = (1..=plan.nodes).map(|n| plan.node(n)).collect();
     if is_hub {
-        networks.extend((1..=plan.nodes).map(|n| format!("{}/32", plan.node(n).address)));
+        let v4 = nodes.iter().filter_map(NodePlan::address_v4);
+        networks.extend(v4.map(|address| IpNet::from(IpAddr::from(address))));
     }
-    if let Some(v6) = &plan.v6 {
-        networks.extend([v6.pod_cidr.to_string(), v6.service_cidr.to_string()]);
-        // With an IPv4 WireGuard range, the source of IPv6 packets from a node is its underlay address.
-        let nodes = (1..=plan.nodes).filter_map(|n| plan.node(n).address_v6);
-        networks.extend(nodes.map(|address| format!("{address}/128")));
+    // With an IPv4 WireGuard range, the source of IPv6 packets from a node is its underlay address.
+    if is_hub || plan.wireguard_cidr.addr().is_ipv4() {
+        let v6 = nodes.iter().filter_map(|node| node.address_v6);
+        networks.extend(v6.map(|address| IpNet::from(IpAddr::from(address))));
     }
-    networks
+    networks.iter().map(ToString::to_string).collect()
 }

@@ -42,9 +42,9 @@ pub(super) async fn policies_close_underlay_between_sandbox_and_hub(env: &TestEn
         .cluster(HUB)
         .nodes()
         .iter()
-        .map(|node| SocketAddr::new(node.address().into(), 10250))
+        .map(|node| SocketAddr::new(node.address(), 10250))
         .collect();
-    let worker_kubelet = SocketAddr::new(env.worker.address().into(), 10250);
+    let worker_kubelet = SocketAddr::new(env.worker.address(), 10250);
     let from_hub = pod(&env.hub_webs[0]);
 
     let mut echoes = Echoes::start(env).await;
@@ -258,7 +258,7 @@ impl Echoes {
         for node in hub.nodes() {
             // Bound to the node's address. Otherwise the node that runs the worker would reply from its address on the pods'
             // bridge.
-            let socket = SocketAddr::new(node.address().into(), Self::PORT);
+            let socket = SocketAddr::new(node.address(), Self::PORT);
             let args = [&probe, "udp-echo", &socket.to_string()];
             running.push(node.spawn("hub-echo", args).unwrap());
             sockets.insert(socket);

@@ -2,12 +2,7 @@
 //! the mirrored Service are open. Without these rules and with a revoked grant that is still in force, it reports violations on the
 //! underlay and in the tunnel.
 
-use std::{
-    collections::BTreeSet,
-    net::{IpAddr, SocketAddr},
-    process::ExitCode,
-    time::Instant,
-};
+use std::{collections::BTreeSet, net::SocketAddr, process::ExitCode, time::Instant};
 
 use serde_json::Value;
 
@@ -46,7 +41,7 @@ pub(super) async fn verify_lists_grants_and_reports_other_open_sockets(env: &Tes
         .unwrap();
     let report = verify(&kubeconfig, &[SANDBOX]).await;
     assert_eq!(report["exitCode"], 1, "{report:#}");
-    let api = SocketAddr::new(IpAddr::V4(env.hub.plan().api_address()), 6443).to_string();
+    let api = SocketAddr::new(env.hub.plan().api_address(), 6443).to_string();
     for kind in ["node", "pod"] {
         assert_eq!(
             sockets(&report, kind, HUB, "violations", "tunnel"),

@@ -104,13 +104,13 @@ impl<'a> Node<'a> {
         &self.plan.name
     }
 
-    /// The node's InternalIP: on the underlay, or, if the node is a pod of another cluster ([`crate::NodeNetwork::Pods`]), in
+    /// The node's first InternalIP: on the underlay, or, if the node is a pod of another cluster ([`crate::NodeNetwork::Pods`]), in
     /// the pod range there.
-    pub fn address(&self) -> std::net::Ipv4Addr {
+    pub fn address(&self) -> std::net::IpAddr {
         self.plan.address
     }
 
-    /// The node's second InternalIP, in a dual-stack cluster.
+    /// The node's IPv6 InternalIP. In a cluster without IPv4 it is also the first.
     pub fn address_v6(&self) -> Option<std::net::Ipv6Addr> {
         self.plan.address_v6
     }

@@ -1,7 +1,7 @@
 //! Connects workers (nodes) that are pods of another cluster, as with KubeVirt, and creates the Service by which they
 //! reach their API server. They run the same programs as any other node.
 
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr};
 use std::time::Duration;
 
 use ipnet::Ipv4Net;
@@ -130,8 +130,8 @@ spec:
     pub(super) async fn connect_in_pods(
         &self,
         name: &str,
-        address: Ipv4Addr,
-        api: Ipv4Addr,
+        address: IpAddr,
+        api: IpAddr,
         (host_node, pod_cidr): (&HostNode, Ipv4Net),
     ) -> Result<()> {
         let gateway = Ipv4Addr::from(u32::from(pod_cidr.network()) + 1);
@@ -163,6 +163,9 @@ pub(crate) fn worker_namespace(cluster: &ClusterPlan) -> String {
 }
 
 /// The name of the bridge port on the host node for a worker's link.
-pub(super) fn port(address: Ipv4Addr) -> String {
-    format!("vm{}", address.octets()[3])
+pub(super) fn port(address: IpAddr) -> String {
+    match address {
+        IpAddr::V4(address) => format!("vm{}", address.octets()[3]),
+        IpAddr::V6(address) => format!("vm{:x}", address.segments()[7]),
+    }
 }

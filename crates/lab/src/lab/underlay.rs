@@ -1,7 +1,7 @@
 //! Creates the underlay, which connects the nodes: a bridge in a network namespace without IP forwarding, and a veth
 //! pair for each node. `pods.rs` connects nodes that are pods of another cluster, and `nat.rs` those behind a NAT router.
 
-use std::net::{Ipv4Addr, Ipv6Addr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use super::{Lab, Node, UNDERLAY};
 use crate::command::{self, argv};
@@ -18,7 +18,9 @@ impl Lab {
         let mut batch =
             String::from("link set lo up\nlink add br0 address 02:00:00:00:00:01 type bridge\nlink set br0 up\n");
         for cluster in &self.plan().clusters {
-            batch += &format!("addr add {}/{UNDERLAY_PREFIX} dev br0\n", cluster.api_address());
+            if let IpAddr::V4(api) = cluster.api_address() {
+                batch += &format!("addr add {api}/{UNDERLAY_PREFIX} dev br0\n");
+            }
             if let Some(gateway) = cluster.default_gateway_v6() {
                 batch += &format!("addr add {gateway}/{UNDERLAY_PREFIX_V6} dev br0 nodad\n");
             }
@@ -43,8 +45,7 @@ impl Lab {
         if let Uplink::Nat { lan, router } = &node.uplink {
             return self.connect_behind_nat(node, *lan, router).await;
         }
-        // The port's name contains the last two numbers of the address, because a node's name can exceed the limit for
-        // link names.
+        // The port's name contains numbers of the address, because a node's name can exceed the limit for link names.
         let port = port(address);
         let netns = self.namespace(name);
         let cable = format!(
@@ -52,11 +53,12 @@ impl Lab {
             netns = netns.display()
         );
         self.ip_batch(UNDERLAY, &cable).await?;
-        // The default gateway forwards nothing, but a packet to a ClusterIP needs a route before DNAT.
-        let gateway = self.default_gateway(address);
-        let mut inside = format!(
-            "link set lo up\naddr add {address}/{UNDERLAY_PREFIX} dev eth0\nlink set eth0 up\nroute add default via {gateway}\n"
-        );
+        // The default gateways forward nothing, but a packet to a ClusterIP needs a route before DNAT.
+        let mut inside = String::from("link set lo up\nlink set eth0 up\n");
+        if let Some(address) = node.address_v4() {
+            let gateway = self.default_gateway(address);
+            inside += &format!("addr add {address}/{UNDERLAY_PREFIX} dev eth0\nroute add default via {gateway}\n");
+        }
         if let Some(address) = node.address_v6 {
             let [a, b, c, d, ..] = address.segments();
             let gateway = Ipv6Addr::new(a, b, c, d, 0, 0, 0, 1);
@@ -91,7 +93,7 @@ impl Lab {
         let plan = NodePlan {
             name: name.into(),
             cluster: String::new(),
-            address,
+            address: address.into(),
             uplink: Uplink::Underlay,
             address_v6: None,
         };
@@ -137,7 +139,17 @@ pub(super) fn uplink_port(node: &NodePlan) -> (&str, String) {
     }
 }
 
-pub(super) fn port(address: Ipv4Addr) -> String {
-    let [_, _, c, d] = address.octets();
-    format!("p{c}.{d}")
+/// The name of the bridge port for a node's link: the third and the last number of its address. In the default ranges the third
+/// number is different for each cluster.
+pub(super) fn port(address: IpAddr) -> String {
+    match address {
+        IpAddr::V4(address) => {
+            let [_, _, c, d] = address.octets();
+            format!("p{c}.{d}")
+        }
+        IpAddr::V6(address) => {
+            let [_, _, _, cluster, .., node] = address.segments();
+            format!("p{cluster:x}.{node:x}")
+        }
+    }
 }

@@ -105,11 +105,10 @@ fn apply(settings: &Settings, before: &Nodes, now: &Nodes) -> Result<()> {
 
 /// Masquerades packets from pods of this node to destinations outside the cluster's pod range.
 fn masquerade(settings: &Settings, range: IpNet) -> Result<()> {
-    let (family, all) = match (range, settings.v6) {
-        (IpNet::V4(_), _) => ("ip", IpNet::V4(settings.pod_cidr)),
-        (IpNet::V6(_), Some((_, all))) => ("ip6", IpNet::V6(all)),
-        (IpNet::V6(_), None) => return Ok(()),
+    let Some(all) = settings.pod_cidrs.iter().find(|all| all.contains(&range)) else {
+        return Ok(());
     };
+    let family = if range.addr().is_ipv4() { "ip" } else { "ip6" };
     let table = format!(
         "table {family} cni\ndelete table {family} cni\ntable {family} cni {{\n chain postrouting {{\n  \
          type nat hook postrouting priority 100; policy accept;\n  \

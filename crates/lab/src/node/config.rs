@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use super::Settings;
-use crate::ClusterPlan;
+use crate::plan::comma_separated;
 
 pub(super) const CONTAINERD: &str = "/etc/containerd/config.toml";
 /// Not the default directory: there containerd would use a network that podman may have configured.
@@ -75,7 +75,7 @@ authorization: {{mode: AlwaysAllow}}
 address: {}
 healthzPort: 0
 ",
-        settings.dns, settings.address
+        settings.dns, settings.addresses[0]
     )
 }
 
@@ -94,7 +94,7 @@ healthzBindAddress: \"\"
 metricsBindAddress: \"\"
 ",
         settings.proxy.as_str(),
-        ClusterPlan::comma_separated(settings.pod_cidr, settings.v6.map(|(_, pods)| pods)),
+        comma_separated(&settings.pod_cidrs),
         settings.name,
         settings.cluster_directory().join("proxy.kubeconfig").display()
     )

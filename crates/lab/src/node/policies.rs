@@ -38,7 +38,7 @@ pub(super) async fn run(settings: &Settings) -> Result<()> {
             continue;
         };
         let table = table::render(
-            settings.address,
+            settings.addresses[0],
             &ClusterObjects {
                 policies,
                 pods,

@@ -59,7 +59,7 @@ pub(super) fn enter(settings: &Settings) -> Result<()> {
         enable_controllers(top)?;
     }
     fs::write("/proc/sys/kernel/hostname", &settings.name).context("set the host name")?;
-    sysctls(settings.v6.is_some())
+    sysctls(settings.pod_cidrs.iter().any(|range| range.addr().is_ipv6()))
 }
 
 fn mount_cgroups(cgroups: &Cgroups, target: &Path) -> Result<()> {
@@ -92,7 +92,7 @@ const GLOBAL_SYSCTLS: [(&str, &str); 6] = [
     ("kernel/keys/root_maxbytes", "25000000"),
 ];
 
-fn sysctls(dual: bool) -> Result<()> {
+fn sysctls(has_v6: bool) -> Result<()> {
     for (name, value) in GLOBAL_SYSCTLS {
         let file = Path::new("/run/sysctl").join(name);
         fs::create_dir_all(file.parent().unwrap_or(&file))?;
@@ -106,7 +106,7 @@ fn sysctls(dual: bool) -> Result<()> {
     ] {
         fs::write(Path::new("/proc/sys/net/ipv4").join(name), value).with_context(|| format!("set {name}"))?;
     }
-    if dual {
+    if has_v6 {
         fs::write("/proc/sys/net/ipv6/conf/all/forwarding", "1").context("enable IPv6 forwarding")?;
     }
     Ok(())

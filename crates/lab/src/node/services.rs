@@ -12,6 +12,7 @@ use anyhow::{Context, Result};
 use nix::sys::wait::{WaitStatus, wait};
 
 use super::{PolicyEngine, Settings, config};
+use crate::plan::comma_separated;
 
 /// The name and command line of a service. The name is also a part of the log file's name.
 struct Service {
@@ -107,10 +108,7 @@ impl Manager<'_> {
             "--config=/run/kubelet.yaml".into(),
             format!("--kubeconfig={}", kubeconfig.display()),
             format!("--hostname-override={}", self.settings.name),
-            match self.settings.v6 {
-                Some((v6, _)) => format!("--node-ip={},{v6}", self.settings.address),
-                None => format!("--node-ip={}", self.settings.address),
-            },
+            format!("--node-ip={}", comma_separated(&self.settings.addresses)),
             "--v=2".into(),
         ];
         let proxy = vec![self.program("kube-proxy")?, "--config=/run/proxy.yaml".into()];
@@ -140,7 +138,7 @@ impl Manager<'_> {
             ],
             Some(PolicyEngine::KubeRouter {
                 program,
-                services: service_cidr,
+                services: service_cidrs,
             }) => vec![
                 program.display().to_string(),
                 "--run-firewall=true".into(),
@@ -148,7 +146,7 @@ impl Manager<'_> {
                 "--run-service-proxy=false".into(),
                 "--health-port=0".into(),
                 format!("--hostname-override={}", self.settings.name),
-                format!("--service-cluster-ip-range={service_cidr}"),
+                format!("--service-cluster-ip-range={}", comma_separated(service_cidrs)),
                 format!(
                     "--kubeconfig={}",
                     self.settings.cluster_directory().join("inside.kubeconfig").display()

@@ -1,5 +1,7 @@
 //! Checks the ranges, addresses and names of plans.
 
+use std::net::IpAddr;
+
 use super::*;
 
 #[test]
@@ -23,15 +25,15 @@ fn second_cluster_of_a_plan_has_the_second_default_ranges() {
             policies: false,
         }
     );
-    assert_eq!(tenant.api_address(), Ipv4Addr::new(172, 30, 2, 1));
-    assert_eq!(tenant.api_service_ip(), Ipv4Addr::new(10, 21, 0, 1));
-    assert_eq!(tenant.dns_ip(), Ipv4Addr::new(10, 21, 0, 10));
+    assert_eq!(tenant.api_address(), IpAddr::from([172, 30, 2, 1]));
+    assert_eq!(tenant.api_service_ip(), IpAddr::from([10, 21, 0, 1]));
+    assert_eq!(tenant.dns_ip(), IpAddr::from([10, 21, 0, 10]));
     assert_eq!(
         tenant.node(1),
         NodePlan {
             name: "tenant-a-1".into(),
             cluster: "tenant-a".into(),
-            address: Ipv4Addr::new(172, 30, 2, 11),
+            address: IpAddr::from([172, 30, 2, 11]),
             uplink: Uplink::Underlay,
             address_v6: None,
         }
@@ -49,11 +51,41 @@ fn dual_stack_plan_adds_ipv6_range_to_each_ipv4_range() {
             pod_cidr: "fd00:10:20::/48".parse().unwrap(),
             service_cidr: "fd00:10:21::/112".parse().unwrap(),
             underlay: "fd00:172:30:2::/64".parse().unwrap(),
+            is_only_family: false,
         })
     );
     assert_eq!(tenant.node(1).address_v6, Some("fd00:172:30:2::b".parse().unwrap()));
     assert_eq!(tenant.default_gateway_v6(), Some("fd00:172:30:2::1".parse().unwrap()));
     plan.validate().unwrap();
+}
+
+#[test]
+fn ipv6_only_cluster_has_no_ipv4_address() {
+    let plan = LabPlan::clusters(&[("mgmt", 2), ("tenant-a", 1)]).dual_stack();
+    let plan = plan.ipv6_only("tenant-a");
+    let tenant = &plan.clusters[1];
+    let ip = |text: &str| text.parse::<IpAddr>().unwrap();
+    assert_eq!(
+        (tenant.api_address(), tenant.api_service_ip(), tenant.dns_ip()),
+        (ip("fd00:172:30:2::1"), ip("fd00:10:21::1"), ip("fd00:10:21::a"))
+    );
+    assert_eq!(tenant.node(1).addresses(), [ip("fd00:172:30:2::b")]);
+    let net = |text: &str| text.parse::<IpNet>().unwrap();
+    assert_eq!(
+        (tenant.pod_cidrs(), tenant.service_cidrs(), tenant.wireguard_cidr),
+        (
+            vec![net("fd00:10:20::/48")],
+            vec![net("fd00:10:21::/112")],
+            net("fd00:66:2::/112")
+        )
+    );
+    assert_eq!(tenant.load_balancer_ips(), [ip("fd00:172:30:2::f0")]);
+    plan.validate().unwrap();
+    let in_pods = plan.with_workers_in_pods("tenant-a", "mgmt", 1);
+    assert_eq!(
+        in_pods.validate().unwrap_err().to_string(),
+        "tenant-a: nodes in pods or behind a NAT have IPv4"
+    );
 }
 
 #[test]
@@ -87,18 +119,18 @@ fn worker_in_pod_has_pod_address_and_api_cluster_ip() {
     assert_eq!(kv.node_network, node_network);
     assert_eq!(
         (kv.advertised_api(), kv.api_address()),
-        (api, Ipv4Addr::new(172, 30, 2, 1))
+        (IpAddr::from(api), IpAddr::from([172, 30, 2, 1]))
     );
     assert_eq!(mgmt.advertised_api(), mgmt.api_address());
     let range = "10.10.1.0/24".parse().unwrap();
     let host = HostNode {
         name: "mgmt-1".into(),
-        address: Ipv4Addr::new(172, 30, 1, 11),
+        address: IpAddr::from([172, 30, 1, 11]),
     };
     let want = NodePlan {
         name: "kv-1".into(),
         cluster: "kv".into(),
-        address: Ipv4Addr::new(10, 10, 1, 250),
+        address: IpAddr::from([10, 10, 1, 250]),
         uplink: Uplink::Pods { of: host, range },
         address_v6: None,
     };

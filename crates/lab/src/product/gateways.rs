@@ -1,6 +1,9 @@
 //! Installs gateways for sandboxes as docs/operations/sandboxes.md describes.
 
+use ipnet::IpNet;
+
 use super::{Product, repository_file};
+use crate::plan::comma_separated;
 use crate::{ClusterPlan, Result, command::argv};
 
 /// Namespace and name of the objects in `deploy/gateway.yaml`.
@@ -9,11 +12,11 @@ pub const GATEWAYS: &str = "clustermesh-gateway";
 /// The CIDRs for the WireGuard addresses of the gateways of a cluster, in the families of its pods.
 #[must_use]
 pub fn gateway_cidrs(plan: &ClusterPlan) -> Vec<String> {
-    let mut cidrs = vec!["100.127.255.0/28".to_owned()];
-    if plan.v6.is_some() {
-        cidrs.push("fd00:127:255::/124".to_owned());
-    }
-    cidrs
+    let of_family = |pods: &IpNet| match pods {
+        IpNet::V4(_) => "100.127.255.0/28".to_owned(),
+        IpNet::V6(_) => "fd00:127:255::/124".to_owned(),
+    };
+    plan.pod_cidrs().iter().map(of_family).collect()
 }
 
 impl Product<'_> {
@@ -69,11 +72,13 @@ impl Product<'_> {
 
 /// Arguments of the kubectl commands that create the gateways' ConfigMap and a RoleBinding in each namespace.
 fn configuration(plan: &ClusterPlan, namespaces: &[&str]) -> Vec<Vec<String>> {
-    let mut endpoints = vec![plan.pod_cidr.to_string()];
-    endpoints.extend(plan.v6.iter().map(|v6| v6.pod_cidr.to_string()));
+    let endpoints = plan.pod_cidrs();
     let mut config_map = argv(["-n", GATEWAYS, "create", "configmap", GATEWAYS]);
     config_map.push(format!("--from-literal=gateway-cidr={}", gateway_cidrs(plan).join(",")));
-    config_map.push(format!("--from-literal=endpoint-network={}", endpoints.join(",")));
+    config_map.push(format!(
+        "--from-literal=endpoint-network={}",
+        comma_separated(&endpoints)
+    ));
     let bindings = namespaces.iter().map(|namespace| {
         let mut words = argv(["-n", namespace, "create", "rolebinding", GATEWAYS]);
         words.push("--clusterrole=clustermesh-gateway-reads".to_owned());

@@ -59,7 +59,7 @@ async fn nat_routers_map_and_filter_as_their_kind_says() {
                 .spawn("echo", [env!("CARGO_BIN_EXE_lab-probe"), "udp-echo", ":51820"])
                 .unwrap(),
         );
-        servers.push(SocketAddr::new(server.address().into(), PORT));
+        servers.push(SocketAddr::new(server.address(), PORT));
     }
     let stranger = lab.add_host("stranger", Ipv4Addr::new(172, 30, 200, 3)).await.unwrap();
     let a1 = lab.add_host_behind_nat("a1", "a", 1).await.unwrap();
@@ -103,8 +103,5 @@ async fn nat_routers_map_and_filter_as_their_kind_says() {
     assert_eq!(seen_at(&a2, &servers).await, [other; 2]);
     let to_a1 = [own];
     let (at_a1, _) = tokio::join!(exchange(&a1, &[]), exchange(&stranger, &to_a1));
-    assert_eq!(
-        at_a1,
-        [(SocketAddr::new(stranger.address().into(), PORT), PORT.to_string())]
-    );
+    assert_eq!(at_a1, [(SocketAddr::new(stranger.address(), PORT), PORT.to_string())]);
 }

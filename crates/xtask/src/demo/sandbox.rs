@@ -327,7 +327,7 @@ impl<'a> Demo<'a> {
         let all = scene.hub.sockets().await?;
         let open = OpenSockets::scan(scene.lab, &from, all.keys().copied()).await?;
         // The API servers' addresses in kubeconfigs are reached over the underlay, not through the mesh.
-        let apis = [&scene.hub, &scene.sandbox].map(|cluster| IpAddr::V4(cluster.plan().api_address()));
+        let apis = [&scene.hub, &scene.sandbox].map(|cluster| cluster.plan().api_address());
         println!(
             "  Sockets that answer ({} and {} are API servers, which answer over the underlay):",
             apis[0], apis[1]

@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::IpAddr;
 
 use ipnet::IpNet;
 use k8s_openapi::api::core::v1::{Namespace, Pod};
@@ -53,8 +53,8 @@ struct AddressedPod<'a> {
     addresses: Vec<IpAddr>,
 }
 
-/// Renders the table for the node with this address. The script replaces the existing table.
-pub(super) fn render(node: Ipv4Addr, objects: &ClusterObjects<'_>) -> String {
+/// Renders the table for the node with this first InternalIP. The script replaces the existing table.
+pub(super) fn render(node: IpAddr, objects: &ClusterObjects<'_>) -> String {
     let mut chains = String::new();
     let mut jumps = [String::new(), String::new()];
     for (number, pod) in objects.pods.values().filter_map(addressed).enumerate() {

@@ -1,10 +1,10 @@
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr};
 
 use serde_json::json;
 
 use super::*;
 
-const NODE: Ipv4Addr = Ipv4Addr::new(172, 30, 1, 11);
+const NODE: IpAddr = IpAddr::V4(Ipv4Addr::new(172, 30, 1, 11));
 
 struct TestCluster {
     policies: Objects<NetworkPolicy>,

@@ -1,0 +1,83 @@
+//! Checks that a plan meets the constraints on which the lab relies.
+
+use std::collections::BTreeSet;
+
+use super::{ClusterPlan, LabPlan, NodeNetwork};
+use crate::{Error, Result};
+
+impl LabPlan {
+    /// Checks the constraints on which the lab relies.
+    pub(crate) fn validate(&self) -> Result<()> {
+        let mut names = BTreeSet::new();
+        let mut underlays = BTreeSet::new();
+        for cluster in &self.clusters {
+            let name = &cluster.name;
+            let is_allowed = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
+            if name.is_empty() || name.len() > 40 || !name.chars().all(is_allowed) || name.starts_with('-') {
+                return Err(Error::Other(format!(
+                    "cluster name {name:?}: want 1-40 of a-z, 0-9 and '-'"
+                )));
+            }
+            // Each cluster has a directory in the run directory; these names are already used there.
+            let reserved = ["underlay", "nodes", "log", "ns", "images", "etcd"];
+            if reserved.contains(&name.as_str()) || !names.insert(name) {
+                return Err(Error::Other(format!("cluster name {name:?} is taken")));
+            }
+            if cluster.underlay.prefix_len() != 24 || !underlays.insert(cluster.underlay) {
+                return Err(Error::Other(format!(
+                    "underlay {} of {name}: want a /24 of its own",
+                    cluster.underlay
+                )));
+            }
+            if cluster.nodes > 200 {
+                return Err(Error::Other(format!("{name}: at most 200 nodes fit into its underlay")));
+            }
+            let is_ipv6_only = cluster.v6.as_ref().is_some_and(|v6| v6.is_only_family);
+            if is_ipv6_only && cluster.node_network != NodeNetwork::Underlay {
+                return Err(Error::Other(format!("{name}: nodes in pods or behind a NAT have IPv4")));
+            }
+            self.validate_workers_in_pods(cluster)?;
+        }
+        let lans = self.clusters.iter().filter_map(|cluster| match cluster.node_network {
+            NodeNetwork::Nat { lan, .. } => Some(lan),
+            _ => None,
+        });
+        let mut distinct = BTreeSet::new();
+        for lan in lans {
+            // The API servers share one network namespace, and have a route to each private network.
+            if lan.prefix_len() != 24 || !distinct.insert(lan) {
+                return Err(Error::Other(format!("private network {lan}: want a /24 of its own")));
+            }
+        }
+        Ok(())
+    }
+
+    fn validate_workers_in_pods(&self, cluster: &ClusterPlan) -> Result<()> {
+        let NodeNetwork::Pods { of, node, .. } = &cluster.node_network else {
+            return Ok(());
+        };
+        let can_host = |host: &&ClusterPlan| {
+            host.name == *of
+                && host.controllers
+                && host.v6.as_ref().is_none_or(|v6| !v6.is_only_family)
+                && host.node_network == NodeNetwork::Underlay
+                && (1..=host.nodes).contains(node)
+        };
+        let is_in_host_node =
+            |network: &NodeNetwork| matches!(network, NodeNetwork::Pods { of: o, node: n, .. } if o == of && n == node);
+        let uses_host_node = |one: &&ClusterPlan| is_in_host_node(&one.node_network);
+        if !cluster.controllers || !self.clusters.iter().any(|one| can_host(&one)) {
+            return Err(Error::Other(format!(
+                "{}: its nodes cannot be pods of {of}-{node}: {of}-{node} is no node on the underlay, or one of the \
+                 two clusters has only an API server",
+                cluster.name
+            )));
+        }
+        if cluster.nodes > 5 || self.clusters.iter().filter(uses_host_node).count() > 1 {
+            return Err(Error::Other(format!(
+                "{of}-{node} has room for at most five workers, all of one cluster"
+            )));
+        }
+        Ok(())
+    }
+}
