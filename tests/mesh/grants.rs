@@ -1,7 +1,7 @@
 //! Tests grants of every type of Service in both address families, on three whole clusters: a hub with gateways and two
 //! sandboxes. Each granted Service with pods in the pod network answers through its mirrored Service, and an attacker finds
-//! nothing else. The granted Service with a pod in the host network is refused. One sandbox has IPv4 WireGuard addresses,
-//! the other IPv6; their pod and Service ranges are equal.
+//! nothing else. The granted Service with a pod in the host network is refused. One sandbox has both families and IPv4
+//! WireGuard addresses, the other has only IPv6. Their pod and Service ranges are equal.
 
 mod gateway;
 mod live;
@@ -21,7 +21,7 @@ use crate::setup::{HUB, PATIENCE, json, pod, state::versions, unix_millis};
 
 /// The sandbox with IPv4 WireGuard addresses.
 const SANDBOX_V4: &str = "notebooks";
-/// The sandbox with IPv6 WireGuard addresses.
+/// The sandbox without IPv4.
 const SANDBOX_V6: &str = "workflows";
 
 /// A flow without an echo for this time has ended.
@@ -53,7 +53,7 @@ async fn grant_of_each_service_type_opens_only_its_endpoints() {
     let plan = LabPlan::clusters(&[(HUB, 2), (SANDBOX_V4, 1), (SANDBOX_V6, 1)]);
     let lab = Lab::start(
         plan.dual_stack()
-            .with_wireguard_v6(SANDBOX_V6)
+            .ipv6_only(SANDBOX_V6)
             .with_ranges_of(SANDBOX_V6, SANDBOX_V4),
     )
     .await

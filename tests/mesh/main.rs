@@ -6,6 +6,7 @@ mod equal;
 mod flows;
 mod grants;
 mod iptables;
+mod ipv6_only;
 mod kubevirt;
 mod locations;
 mod members;
