@@ -248,6 +248,7 @@ fn degraded_condition(plan: &MeshPlan, leftovers: &BTreeMap<String, String>, bro
                 ("LocationsNotConnected", format!("cluster {cluster:?}: {message}"))
             }
             Fact::AddressShared { cluster, message } => ("AddressShared", format!("cluster {cluster:?}: {message}")),
+            Fact::AddressLeftOut { cluster, message } => ("AddressLeftOut", format!("cluster {cluster:?}: {message}")),
             Fact::PodCIDRNotCovered { cluster, message } => {
                 ("PodCIDRNotCovered", format!("cluster {cluster:?}: {message}"))
             }

@@ -150,6 +150,19 @@ pub(super) fn check_explicit(node: &Node) -> Result<(), (Reason, String)> {
     Ok(())
 }
 
+/// The addresses that a Node publishes without an explicit annotation, each with the name of its field. [`choose`] leaves out those that
+/// can never be an endpoint.
+pub(super) fn implicit_addresses(node: &Node) -> impl Iterator<Item = (&'static str, IpAddr)> {
+    let kilo_endpoint = match &node.kilo_endpoint {
+        Claim::Valid(Endpoint::Ip(address)) => Some(("annotation endpoint", address.ip())),
+        _ => None,
+    };
+    let internal = node.internal_ips.iter().map(|address| ("InternalIP", *address));
+    let external = node.external_ips.iter().map(|address| ("ExternalIP", *address));
+    let all = kilo_endpoint.into_iter().chain(external).chain(internal);
+    all.map(|(kind, address)| (kind, address.to_canonical()))
+}
+
 /// All addresses that a Node publishes, in its status and as endpoints.
 pub(super) fn node_addresses(node: &Node) -> impl Iterator<Item = IpAddr> {
     let claims = [&node.clustermesh_endpoint, &node.force_endpoint, &node.kilo_endpoint];
@@ -277,12 +290,18 @@ pub(super) fn choose(node: &Node, context: &EndpointContext<'_>) -> Result<Candi
         else {
             continue;
         };
+        // A host name may resolve to such an address.
+        if let Some(what) = unusable_reason(address.ip()) {
+            let message =
+                format!("annotation {name} gives {address}, {what}; name an address that this cluster reaches");
+            return Err((Reason::EndpointForbidden, message));
+        }
         if !context.allows(address.ip()) {
             return Err((
                 Reason::EndpointForbidden,
                 format!(
-                    "annotation {name} gives {address}, which lies inside the target's own networks or cannot be an \
-                     endpoint; if this is intended, list its network in endpointNetworks of cluster {:?}",
+                    "annotation {name} gives {address}, which lies inside the target's own networks; if this is intended, \
+                     list its network in endpointNetworks of cluster {:?}",
                     context.source.name
                 ),
             ));

@@ -8,7 +8,7 @@ use ipnet::IpNet;
 use super::{Fact, target::MeshMember};
 use crate::{
     mesh::Profile,
-    observe::{Node, Server},
+    observe::{Endpoint, Node, Server},
 };
 
 /// The accepted networks of all members, with the names of the members. Networks of different clusters are disjoint.
@@ -108,11 +108,16 @@ pub(super) fn facts(mesh_members: &BTreeMap<String, MeshMember<'_>>) -> BTreeSet
     facts
 }
 
-/// The addresses by which a Node's own cluster reaches it.
+/// The addresses by which a Node's own cluster reaches it, and its endpoint in Kilo's annotation.
 fn addresses(node: &Node) -> impl Iterator<Item = IpNet> {
     let addresses = node.internal_ips.iter().chain(&node.external_ips);
     let wireguard = node.wireguard_ip.value().map(|claim| IpNet::from(claim.addr()));
-    addresses.map(|address| IpNet::from(*address)).chain(wireguard)
+    let kilo_endpoint = match node.kilo_endpoint.value() {
+        Some(Endpoint::Ip(address)) => Some(IpNet::from(address.ip())),
+        _ => None,
+    };
+    let addresses = addresses.map(|address| IpNet::from(*address));
+    addresses.chain(wireguard).chain(kilo_endpoint)
 }
 
 /// The WireGuard network of a node whose tunnel kg owns: kg routes the whole network into its own interface.

@@ -19,6 +19,7 @@ use crate::{
 };
 
 mod duplicates;
+mod left_out;
 
 use duplicates::{ClaimIndex, NodeClaims};
 
@@ -145,6 +146,7 @@ impl<'a> RegistryBuilder<'a, '_> {
             cluster: self.cluster.name.clone(),
             message: self.uncovered_message(first),
         }));
+        self.report_left_out(&mut registry);
         self.report_held_nodes(&mut registry);
         self.report_silent_nodes(&mut registry);
         let nodes = self.nodes_with_uncovered_ips(&registry);

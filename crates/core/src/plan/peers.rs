@@ -49,6 +49,8 @@ pub(super) struct PeerPlanner<'a, 'p> {
     readopted: BTreeMap<PublicKey, String>,
     /// The taken prefixes, each with its owner as text for messages.
     taken_prefixes: BTreeMap<IpNet, String>,
+    /// The first endpoint of each planned Peer of a node, with the source and the node.
+    endpoints: BTreeMap<(String, SocketAddr), String>,
     own_pods: OwnPods,
     peers: BTreeMap<String, PlannedPeer>,
     skipped: BTreeMap<String, Vec<Skipped>>,
@@ -128,6 +130,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             kept_by_other_meshes,
             readopted: BTreeMap::new(),
             taken_prefixes,
+            endpoints: BTreeMap::new(),
             own_pods: OwnPods::of(target),
             peers: BTreeMap::new(),
             skipped: BTreeMap::new(),
@@ -318,6 +321,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             }
         };
         let first = addresses.first().copied();
+        self.report_shared_endpoint(source, node.node, first);
         let mut allowed_ips = BTreeSet::new();
         for prefix in &prefixes {
             // If the allowed IPs of a Peer contain its endpoint, kg routes the outer packets into the tunnel.
@@ -353,6 +357,25 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             role: PeerRole::Node,
         };
         Some(self.add_named_peer(source, node.node, spec, own_names))
+    }
+
+    /// Reports two nodes of one member with the same first endpoint: at most one of them answers there. Nodes of different members may
+    /// have the same private address.
+    fn report_shared_endpoint(&mut self, source: &str, node: &str, endpoint: Option<SocketAddr>) {
+        let Some(endpoint) = endpoint else { return };
+        let owner = self
+            .endpoints
+            .entry((source.to_owned(), endpoint))
+            .or_insert_with(|| node.to_owned());
+        if owner != node {
+            let message = format!(
+                "Nodes {owner} and {node} both have the endpoint {endpoint}, where at most one of them answers"
+            );
+            self.facts.insert(Fact::AddressShared {
+                cluster: source.to_owned(),
+                message,
+            });
+        }
     }
 
     /// Adds the Peer of a gateway, unless its key is taken in this target. Addresses that are taken are left out.

@@ -143,11 +143,19 @@ pub enum Fact {
         /// All such nodes.
         nodes: BTreeSet<String>,
     },
-    /// A node's Peer leaves out a prefix, because an older node or another Peer has it.
+    /// A node's Peer leaves out a prefix, because an older node or another Peer has it, or two nodes of a member have one endpoint.
     AddressShared {
         /// Entry of this mesh.
         cluster: String,
-        /// Names the prefix, and the node or Peer that keeps it.
+        /// Names the prefix, and the node or Peer that keeps it, or the endpoint and both nodes.
+        message: String,
+    },
+    /// Registered nodes publish an address that can never be an endpoint, or a location IP outside the networks of their entry. Their
+    /// Peers leave it out.
+    AddressLeftOut {
+        /// Entry of this mesh.
+        cluster: String,
+        /// Names the first such node, the value and the reason.
         message: String,
     },
     /// Nodes of another member have addresses in a network of this entry.

@@ -64,6 +64,10 @@ fn nets(list: &[&str]) -> Vec<IpNet> {
     list.iter().map(|net| net.parse().unwrap()).collect()
 }
 
+fn ips(list: &[&str]) -> Vec<std::net::IpAddr> {
+    list.iter().map(|ip| ip.parse().unwrap()).collect()
+}
+
 fn net_set(list: &[&str]) -> BTreeSet<IpNet> {
     nets(list).into_iter().collect()
 }

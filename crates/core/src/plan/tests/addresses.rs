@@ -3,10 +3,6 @@
 
 use super::*;
 
-fn ips(list: &[&str]) -> Vec<std::net::IpAddr> {
-    list.iter().map(|ip| ip.parse().unwrap()).collect()
-}
-
 fn sockets(list: &[&str]) -> Vec<std::net::SocketAddr> {
     list.iter().map(|address| address.parse().unwrap()).collect()
 }

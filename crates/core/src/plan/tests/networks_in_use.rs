@@ -38,9 +38,23 @@ fn node_addresses_in_other_members_network_are_reported_once() {
         (true, "NetworkInUse", &*format!("cluster \"tenant\": {message}"))
     );
 
+    // Kilo's endpoint annotation counts as an address.
+    edit(&mut seen, &secret("tenant"), |m| {
+        m.nodes.get_mut("x").unwrap().kilo_endpoint = Claim::Valid(Endpoint::Ip("10.1.1.9:51820".parse().unwrap()));
+    });
+    let [(cluster, message), _] = &in_use(&mesh, &seen)[..] else {
+        panic!("{:?}", in_use(&mesh, &seen));
+    };
+    assert_eq!(cluster, "mgmt");
+    assert!(
+        message.contains("use addresses of 10.1.0.0/16, first x: 10.1.1.9"),
+        "{message}"
+    );
+
     // mgmt declares with endpointNetworks that its Nodes may have addresses there, because they are VMs inside tenant.
     let mut hosted = mesh.clone();
     hosted.clusters[0].endpoint_networks = nets(&["100.66.2.0/24"]);
+    hosted.clusters[1].endpoint_networks = nets(&["10.1.0.0/16"]);
     assert_eq!(in_use(&hosted, &seen), []);
 }
 

@@ -1,5 +1,7 @@
 //! Tests the Peer of a node in other members (addresses, endpoint, granularity), and the PeerPolicy of a masqueraded member.
 
+use std::net::SocketAddr;
+
 use super::*;
 
 #[test]
@@ -63,6 +65,79 @@ fn node_with_invalid_or_missing_claim_is_skipped_with_reason() {
             vec!["m--tenant--x"]
         );
     }
+}
+
+// threat: forbidden-endpoint
+#[test]
+fn unusable_addresses_are_left_out_and_reported() {
+    let mut mesh = two_clusters();
+    let left_out = |mesh: &Mesh, change: &dyn Fn(&mut Node)| -> (Option<Endpoint>, BTreeSet<Fact>) {
+        let mut seen = seen();
+        edit(&mut seen, &secret("tenant"), |m| change(m.nodes.get_mut("x").unwrap()));
+        let (_, mesh_plan) = plan_mesh(mesh, &seen);
+        let peer = &mesh_plan.targets["mgmt"].peers["m--tenant--x"];
+        (peer.spec.endpoint.clone(), mesh_plan.facts)
+    };
+    let fact = |message: &str| {
+        BTreeSet::from([Fact::AddressLeftOut {
+            cluster: "tenant".into(),
+            message: format!("{message}. Other Nodes may have the same problem"),
+        }])
+    };
+    for (address, what) in [
+        ("127.0.0.1", "a loopback address"),
+        ("::1", "a loopback address"),
+        ("169.254.1.1", "a link-local address"),
+        ("fe80::1", "a link-local address"),
+        ("224.0.0.1", "a multicast address"),
+        ("ff02::1", "a multicast address"),
+        ("0.0.0.0", "the unspecified address"),
+    ] {
+        let message = |kind: &str| {
+            fact(&format!(
+                "{kind} {address} of Node x is no endpoint of its Peer: it is {what}"
+            ))
+        };
+        let by_status = left_out(&mesh, &|node| node.external_ips = ips(&[address]));
+        let other = Endpoint::Ip("172.30.2.1:51820".parse().unwrap());
+        assert_eq!(by_status, (Some(other.clone()), message("ExternalIP")));
+        let by_kilo = left_out(&mesh, &|node| {
+            let address = SocketAddr::new(address.parse().unwrap(), 51820);
+            node.kilo_endpoint = Claim::Valid(Endpoint::Ip(address));
+        });
+        assert_eq!(by_kilo, (Some(other), message("annotation endpoint")));
+    }
+    let foreign = |node: &mut Node| node.allowed_location_ips = nets(&["10.1.4.0/24"]);
+    let (_, facts) = left_out(&mesh, &foreign);
+    let message = "10.1.4.0/24 of annotation allowed-location-ips of Node x lies outside allowedNetworks of cluster \"tenant\" \
+                   (10.2.0.0/16, 100.66.2.0/24), and its Peer leaves it out";
+    assert_eq!(facts, fact(message));
+    // A masqueraded member publishes no location IPs at all.
+    mesh.clusters[1].addressing = Addressing::Masqueraded;
+    assert_eq!(left_out(&mesh, &foreign).1, BTreeSet::new());
+}
+
+#[test]
+fn nodes_of_one_member_with_one_endpoint_are_reported() {
+    let mut seen = seen();
+    edit(&mut seen, &secret("tenant"), |m| {
+        let mut y = node(2, 2);
+        y.internal_ips = ips(&["172.30.2.1"]);
+        m.nodes.insert("y".into(), y);
+    });
+    let (_, mesh_plan) = plan_mesh(&two_clusters(), &seen);
+    let fact = Fact::AddressShared {
+        cluster: "tenant".into(),
+        message: "Nodes x and y both have the endpoint 172.30.2.1:51820, where at most one of them answers".into(),
+    };
+    assert_eq!(mesh_plan.facts, BTreeSet::from([fact]));
+    // Nodes of different members may have the same private address.
+    edit(&mut seen, &secret("tenant"), |m| {
+        m.nodes.remove("y");
+        m.nodes.get_mut("x").unwrap().internal_ips = ips(&["172.30.1.1"]);
+    });
+    let (_, mesh_plan) = plan_mesh(&two_clusters(), &seen);
+    assert_eq!(mesh_plan.facts, BTreeSet::new());
 }
 
 // threat: forbidden-endpoint
