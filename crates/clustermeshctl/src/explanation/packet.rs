@@ -75,12 +75,20 @@ impl PacketTrace<'_> {
             return query.explain_missing_peer();
         };
         let out = self.hop(&from.cluster, name, peer, prefix);
+        let node_prefixes = query.destination_member.prefixes(&peer.node);
+        let anchored = node_prefixes.is_some_and(|nets| !nets.iter().any(|net| net.contains(&prefix)));
+        // Two Nodes may claim one address. The packets reach the Node whose Peer contains it.
+        let other_node = to
+            .node
+            .as_deref()
+            .filter(|node| !anchored && *node != peer.node && !query.destination_member.is_led_by(node, &peer.node));
+        if let Some(skipped) = other_node.and_then(|node| query.skipped(query.destination, node, query.source)) {
+            return skipped;
+        }
         let (seen_as, back) = match self.return_hop() {
             Ok(back) => back,
             Err(explanation) => return *explanation,
         };
-        let node_prefixes = query.destination_member.prefixes(&peer.node);
-        let anchored = node_prefixes.is_some_and(|nets| !nets.iter().any(|net| net.contains(&prefix)));
         let mut route = Route {
             out,
             anchored,
@@ -95,6 +103,12 @@ impl PacketTrace<'_> {
                 "Node {} is the anchor of {prefix} and forwards the connection: the server sees the address of this node, or for a \
                  Service that of another node of its cluster",
                 peer.node
+            ));
+        }
+        if let (Some(node), Verdict::Allowed) = (other_node, answer.verdict()) {
+            answer.notes.push(format!(
+                "{} belongs to Node {}, so the connection reaches that Node and not {node}",
+                to.address, peer.node
             ));
         }
         if route.masqueraded.is_none() && answer.verdict() == Verdict::Allowed {
