@@ -13,7 +13,7 @@ use std::{
 use clustermesh_lab::{
     Answer, Captured, Cluster, ClusterPlan, Lab, LabPlan, Product, RunningPod, TrafficClient, Tunnel, wait_until,
 };
-use kube::config::Kubeconfig;
+pub(crate) use clustermesh_tests::kubeconfig::merged_kubeconfig;
 use serde_json::Value;
 
 /// The hub's name.
@@ -25,27 +25,6 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(90);
 /// Mirrors the hub's web servers in the member under the name `hub-web`.
 const EGRESS: &str =
     "[{service: {cluster: mgmt, namespace: default, name: web}, as: {namespace: default, name: hub-web}}]";
-
-/// A kubeconfig with one context for each cluster, named after the cluster. `kubeconfig_of` returns the kubeconfig of one cluster.
-pub(crate) fn merged_kubeconfig<'a, 'b: 'a>(
-    clusters: impl IntoIterator<Item = &'a Cluster<'b>>,
-    kubeconfig_of: impl Fn(&Cluster<'b>) -> String,
-) -> String {
-    let mut merged = Kubeconfig::default();
-    for cluster in clusters {
-        let name = cluster.plan().name.clone();
-        let mut one = Kubeconfig::from_yaml(&kubeconfig_of(cluster)).unwrap();
-        one.clusters[0].name.clone_from(&name);
-        one.auth_infos[0].name.clone_from(&name);
-        one.contexts[0].name.clone_from(&name);
-        let context = one.contexts[0].context.as_mut().unwrap();
-        context.cluster.clone_from(&name);
-        context.user = Some(name.clone());
-        one.current_context = Some(name);
-        merged = merged.merge(one).unwrap();
-    }
-    serde_json::to_string(&merged).unwrap()
-}
 
 /// Starts two clusters of two nodes each.
 pub(crate) async fn two_clusters() -> Lab {

@@ -4,6 +4,7 @@ mod closing;
 mod flood;
 mod gateways;
 mod hostile;
+mod invalid_claims;
 mod kilo;
 mod members;
 mod meshes;

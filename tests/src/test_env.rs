@@ -269,8 +269,13 @@ impl TestEnv {
     /// Creates a Ready Node with the annotations of wg-agent. Node `n` of member `m` has the pod CIDR 10.M.N.0/24 and the
     /// WireGuard address 100.64.M.N.
     pub async fn create_node(&self, cluster: &str, m: u8, n: u8) -> Node {
+        self.create_changed_node(cluster, (m, n), |_| {}).await
+    }
+
+    /// Like [`Self::create_node`], after `change` has changed the object.
+    pub async fn create_changed_node(&self, cluster: &str, (m, n): (u8, u8), change: impl FnOnce(&mut Value)) -> Node {
         let nodes: Api<Node> = Api::all(self.client(cluster).await);
-        let node: Node = serde_json::from_value(json!({
+        let mut node = json!({
             "metadata": {"name": format!("{cluster}-{n}"), "annotations": {
                 names::KILO_KEY: key(m, n),
                 names::KILO_WIREGUARD_IP: format!("100.64.{m}.{n}/24"),
@@ -282,13 +287,16 @@ impl TestEnv {
                 }).to_string(),
             }},
             "spec": {"podCIDR": format!("10.{m}.{n}.0/24"), "podCIDRs": [format!("10.{m}.{n}.0/24")]},
-        }))
-        .unwrap();
+            "status": {
+                "addresses": [{"type": "InternalIP", "address": format!("198.51.{m}.{n}")}],
+                "conditions": [{"type": "Ready", "status": "True", "lastHeartbeatTime": null, "lastTransitionTime": null}],
+            },
+        });
+        change(&mut node);
+        // The API server ignores the status of a new Node.
+        let status = json!({"status": node["status"]});
+        let node: Node = serde_json::from_value(node).unwrap();
         nodes.create(&PostParams::default(), &node).await.unwrap();
-        let status = json!({"status": {
-            "addresses": [{"type": "InternalIP", "address": format!("198.51.{m}.{n}")}],
-            "conditions": [{"type": "Ready", "status": "True", "lastHeartbeatTime": null, "lastTransitionTime": null}],
-        }});
         nodes
             .patch_status(&node.name_any(), &PatchParams::default(), &Patch::Merge(&status))
             .await
