@@ -2,6 +2,8 @@
 //! (kube-ovn, or pools of Calico or Cilium). An exported pod is reached on the node that runs it, every other pod
 //! through the anchor. Pods of the hub are masqueraded.
 
+mod roaming;
+
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::IpAddr,
@@ -9,7 +11,8 @@ use std::{
 
 use clustermesh_lab::{Lab, Product, Tunnel, wait_until};
 
-use crate::setup::{HUB, MEMBER, PATIENCE, json, pod, two_clusters, url};
+use crate::setup::{HUB, MEMBER, PATIENCE, anchors_of, json, pod, two_clusters, url};
+use roaming::Roaming;
 
 const SHARED_HUB: &str = "local: true
     podNetwork: Shared
@@ -89,6 +92,18 @@ async fn exported_pods_use_their_node_and_others_use_anchor() {
             assert_eq!((answer.pod, answer.client_ip), (to.name.clone(), wireguard[&from.node]));
         }
     }
+
+    let anchors = anchors_of(&pods.to_string(), &member).await;
+    let [anchor] = &anchors[..] else {
+        panic!("{pods} must have exactly one anchor: {anchors:?}");
+    };
+    let nodes = hub.nodes();
+    let other = nodes.iter().find(|node| node.name() != anchor).unwrap();
+    let roaming = Roaming::start(&lab).await;
+    roaming
+        .address_follows_pod_and_bypasses_anchor(&member_webs[0], anchor, other.name())
+        .await;
+    roaming.end().await;
 }
 
 /// The address of a CoreDNS pod, which no export selects. If no pod has CoreDNS's usual label, takes the first pod in kube-system.

@@ -51,6 +51,14 @@ impl Lab {
 }
 
 impl Node<'_> {
+    /// Starts a capture on all links of this node, as [`Lab::capture`] does on the underlay.
+    ///
+    /// # Errors
+    /// As [`Lab::capture`].
+    pub async fn capture_on_all_links(&self, name: &str, filter: &str) -> Result<Capture> {
+        self.lab().capture_at(&self.netns(), "any", name, filter).await
+    }
+
     /// Starts a capture on this node's eth0, as [`Lab::capture`] does on the underlay.
     ///
     /// # Errors
