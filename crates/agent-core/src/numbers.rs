@@ -10,9 +10,10 @@ pub const TABLE: u32 = 5182;
 pub const TABLE_TUNNEL: u32 = 5183;
 /// `rtm_protocol` of every route and `FRA_PROTOCOL` of every rule that the agent writes. Unassigned in iproute2's `rt_protos`.
 pub const PROTOCOL: u8 = 117;
-/// Priority of the rule that looks up packets with [`MARK_TUNNEL`] in [`TABLE_TUNNEL`].
+/// Priority of the rule that looks up packets with [`MARK_TUNNEL`] in [`TABLE_TUNNEL`], unless another program's rule comes before it
+/// ([`crate::routes::Routes::before_foreign_rules`]).
 pub const RULE_TUNNEL: u32 = 1000;
-/// Priority of the rule that looks up packets without [`MARK_UNDERLAY`] in [`TABLE`].
+/// Priority of the rule that looks up packets without [`MARK_UNDERLAY`] in [`TABLE`], with the same exception.
 pub const RULE_MESH: u32 = 1001;
 
 /// The bits of a packet's mark that are compared: our two bits, and four bits that must be zero.

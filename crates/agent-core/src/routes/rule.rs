@@ -1,7 +1,8 @@
 //! The policy routing rules of each address family. [`super`] computes the routes in the tables that these rules look up.
 
-use std::fmt;
+use std::{collections::BTreeMap, fmt};
 
+use super::Routes;
 use crate::{
     numbers::{MARK_MASK, MARK_TUNNEL, MARK_UNDERLAY, RULE_MESH, RULE_TUNNEL, TABLE, TABLE_TUNNEL},
     prefixes::Family,
@@ -57,6 +58,23 @@ pub const fn rules(family: Family) -> [Rule; 2] {
     ]
 }
 
+impl Routes {
+    /// Moves the rules of each family directly before the priority in `foreign`, if that is not higher than theirs. There, a rule of
+    /// another program applies to packets for the mesh. If no two priorities are left before it, the rules stay where they are.
+    #[must_use]
+    pub fn before_foreign_rules(mut self, foreign: &BTreeMap<Family, u32>) -> Self {
+        let move_rule = |rule: Rule| match foreign.get(&rule.family) {
+            Some(&first @ 3..=RULE_MESH) => Rule {
+                priority: (first + rule.priority).saturating_sub(RULE_MESH + 1),
+                ..rule
+            },
+            _ => rule,
+        };
+        self.rules = self.rules.into_iter().map(move_rule).collect();
+        self
+    }
+}
+
 impl fmt::Display for Rule {
     /// The syntax of ip-rule(8), except for [`Action::Other`].
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -79,6 +97,36 @@ impl fmt::Display for Rule {
         match action {
             Action::Lookup(table) => write!(f, " lookup {table}"),
             Action::Other => f.write_str(" (other)"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn priorities(first_foreign: u32) -> Vec<u32> {
+        let routes = Routes {
+            rules: Family::BOTH.into_iter().flat_map(rules).collect(),
+            ..Routes::default()
+        };
+        let moved = routes.before_foreign_rules(&[(Family::V4, first_foreign)].into());
+        let of = |family| moved.rules.iter().filter(move |rule| rule.family == family);
+        assert_eq!(
+            of(Family::V6).map(|rule| rule.priority).collect::<Vec<_>>(),
+            [RULE_TUNNEL, RULE_MESH],
+            "the other family"
+        );
+        of(Family::V4).map(|rule| rule.priority).collect()
+    }
+
+    #[test]
+    fn rules_move_before_an_earlier_foreign_rule() {
+        assert_eq!(priorities(998), [996, 997]);
+        assert_eq!(priorities(1001), [999, 1000]);
+        assert_eq!(priorities(3), [1, 2]);
+        for nothing_to_do in [0, 2, 1002, 32766] {
+            assert_eq!(priorities(nothing_to_do), [1000, 1001], "{nothing_to_do}");
         }
     }
 }

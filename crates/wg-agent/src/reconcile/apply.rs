@@ -28,9 +28,11 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
     /// device are left out. Returns one trouble for each failed change. An error means that nothing was changed.
     pub(super) async fn apply_routes(&mut self, compiled: &Compiled) -> Result<Vec<Trouble>, Trouble> {
         let routing = &mut self.deps.kernel.routing;
+        let foreign = routing.foreign_rules().await.map_err(|e| Trouble::new("routes", e))?;
+        let desired = compiled.routes.clone().before_foreign_rules(&foreign);
         let outcome = match self.device.open {
-            Some(_) => route::converge(routing, &compiled.routes).await,
-            None => route::converge_without_device(routing, &compiled.routes).await,
+            Some(_) => route::converge(routing, &desired).await,
+            None => route::converge_without_device(routing, &desired).await,
         };
         let outcome = outcome.map_err(|e| Trouble::new("routes", e))?;
         for change in &outcome.done {
@@ -39,7 +41,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         let is_complete = outcome.failed.is_empty() && self.device.open.is_some();
         let repaired = self
             .repair_counter
-            .count_route_repairs(&compiled.routes, &outcome.done, is_complete);
+            .count_route_repairs(&desired, &outcome.done, is_complete);
         let metrics = &self.deps.report.metrics;
         metrics.count_changes("routes", outcome.done.len());
         metrics.count_repairs("routes", repaired);

@@ -1,6 +1,11 @@
 //! Routing in memory, for tests.
 
-use clustermesh_agent_core::routes::{Change, Routes};
+use std::collections::BTreeMap;
+
+use clustermesh_agent_core::{
+    prefixes::Family,
+    routes::{Change, Routes},
+};
 use clustermesh_netlink::{Errno, Error as NetlinkError};
 
 use super::{Error, Routing};
@@ -19,6 +24,10 @@ pub struct Memory {
 impl Routing for Memory {
     async fn observe(&mut self) -> Result<Routes, Error> {
         Ok(self.routes.clone())
+    }
+
+    async fn foreign_rules(&mut self) -> Result<BTreeMap<Family, u32>, Error> {
+        Ok(BTreeMap::new())
     }
 
     async fn apply(&mut self, change: &Change) -> Result<(), Error> {

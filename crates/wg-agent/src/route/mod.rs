@@ -4,7 +4,7 @@
 //! Ownership: `observe` returns only the routes in the agent's tables with its protocol number, the rules with its protocol
 //! number, and the addresses of its device. So a diff changes no other objects of the node.
 
-use std::{future::Future, net::IpAddr};
+use std::{collections::BTreeMap, future::Future, net::IpAddr};
 
 use clustermesh_agent_core::{
     interface::InterfaceName,
@@ -30,6 +30,10 @@ pub use watch::{RoutingEvent, Watch};
 pub trait Routing: Send {
     /// Reads the agent's addresses, routes and rules. A missing device has no addresses and is not an error.
     fn observe(&mut self) -> impl Future<Output = Result<Routes, Error>> + Send;
+
+    /// The lowest priority, in each family, of another program's rule that applies to packets for the mesh, such as
+    /// `not fwmark 51820 lookup 51820` of wg-quick(8). It hides the agent's rules if it comes before them.
+    fn foreign_rules(&mut self) -> impl Future<Output = Result<BTreeMap<Family, u32>, Error>> + Send;
 
     /// Applies one change. Deleting an object that does not exist is not an error.
     fn apply(&mut self, change: &Change) -> impl Future<Output = Result<(), Error>> + Send;

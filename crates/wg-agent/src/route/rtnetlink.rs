@@ -1,7 +1,7 @@
 //! Implements [`Routing`] over rtnetlink(7). It observes the addresses of the device, and only those routes and rules that have the
 //! agent's protocol number.
 
-use std::net::IpAddr;
+use std::{collections::BTreeMap, net::IpAddr};
 
 use clustermesh_agent_core::{
     interface::InterfaceName,
@@ -20,7 +20,7 @@ use netlink_packet_route::{
 
 use super::{
     Error, Routing, address_family,
-    rules::{parse_rule, rule_message},
+    rules::{foreign_priority, parse_rule, rule_message},
 };
 
 /// The routing of the network namespace of the thread that called [`Netlink::open`].
@@ -118,16 +118,20 @@ impl Netlink {
         Ok(out)
     }
 
-    fn rules(&self) -> Result<Vec<Rule>, Error> {
+    /// Reads the rules of all programs in one family.
+    fn rules<T>(&self, family: Family, mut pick: impl FnMut(&RuleMessage) -> Option<T>) -> Result<Vec<T>, Error> {
+        let mut filter = RuleMessage::default();
+        filter.header.family = address_family(family);
+        self.dump("rules", &RouteNetlinkMessage::GetRule(filter), |answer| match answer {
+            RouteNetlinkMessage::NewRule(message) => pick(&message),
+            _ => None,
+        })
+    }
+
+    fn own_rules(&self) -> Result<Vec<Rule>, Error> {
         let mut out = Vec::new();
         for family in Family::BOTH {
-            let mut filter = RuleMessage::default();
-            filter.header.family = address_family(family);
-            let request = RouteNetlinkMessage::GetRule(filter);
-            out.extend(self.dump("rules", &request, |answer| match answer {
-                RouteNetlinkMessage::NewRule(message) => parse_rule(&message, family),
-                _ => None,
-            })?);
+            out.extend(self.rules(family, |message| parse_rule(message, family))?);
         }
         Ok(out)
     }
@@ -213,8 +217,17 @@ impl Routing for Netlink {
         Ok(Routes {
             addresses: addresses.into_iter().collect(),
             routes: self.routes(index)?.into_iter().collect(),
-            rules: self.rules()?.into_iter().collect(),
+            rules: self.own_rules()?.into_iter().collect(),
         })
+    }
+
+    async fn foreign_rules(&mut self) -> Result<BTreeMap<Family, u32>, Error> {
+        let mut first = BTreeMap::new();
+        for family in Family::BOTH {
+            let priorities = self.rules(family, foreign_priority)?;
+            first.extend(priorities.into_iter().min().map(|priority| (family, priority)));
+        }
+        Ok(first)
     }
 
     async fn apply(&mut self, change: &Change) -> Result<(), Error> {

@@ -12,6 +12,9 @@ use netlink_packet_route::{
 
 use super::address_family;
 
+/// The table of this node's addresses (`RT_TABLE_LOCAL` in linux/rtnetlink.h).
+const LOCAL_TABLE: u32 = 255;
+
 /// The message that adds or deletes a rule. For [`Action::Other`] it contains only the family, the priority and the
 /// agent's protocol number. Each such message deletes one rule of the agent at that priority, and it is repeated until
 /// none is left.
@@ -77,4 +80,72 @@ pub(super) fn parse_rule(message: &RuleMessage, family: Family) -> Option<Rule> 
         ..rule
     };
     (is_ours && !has_our_priority).then_some(other)
+}
+
+/// The priority of another program's rule that applies to packets for the mesh, as far as the rule's attributes show. `None` = the rule
+/// is the agent's, selects some packets only, or looks up the table of local addresses.
+pub(super) fn foreign_priority(message: &RuleMessage) -> Option<u32> {
+    let header = &message.header;
+    let mut is_selective = header.src_len != 0 || header.dst_len != 0 || header.tos != 0;
+    let (mut priority, mut table) = (0, u32::from(header.table));
+    for attribute in &message.attributes {
+        match attribute {
+            RuleAttribute::Protocol(p) if *p == RouteProtocol::from(PROTOCOL) => return None,
+            RuleAttribute::Priority(p) => priority = *p,
+            RuleAttribute::Table(t) => table = *t,
+            RuleAttribute::Protocol(_)
+            | RuleAttribute::SuppressPrefixLen(_)
+            | RuleAttribute::SuppressIfGroup(_)
+            | RuleAttribute::FwMask(_)
+            | RuleAttribute::Other(_) => {}
+            _ => is_selective = true,
+        }
+    }
+    let decides = matches!(
+        header.action,
+        RuleAction::ToTable | RuleAction::Blackhole | RuleAction::Unreachable | RuleAction::Prohibit
+    );
+    let is_local = header.action == RuleAction::ToTable && table == LOCAL_TABLE;
+    // An inverted rule applies to all packets but the selected ones.
+    let applies = !is_selective || header.flags.contains(RuleFlags::Invert);
+    (decides && !is_local && applies).then_some(priority)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rule(attributes: &[RuleAttribute]) -> RuleMessage {
+        let mut message = RuleMessage::default();
+        message.header.action = RuleAction::ToTable;
+        message.attributes = attributes.to_vec();
+        message.attributes.push(RuleAttribute::Priority(7));
+        message
+    }
+
+    #[test]
+    fn only_foreign_rules_for_most_packets_count() {
+        let table = RuleAttribute::Table(51820);
+        let fwmark = [RuleAttribute::FwMark(51820), RuleAttribute::FwMask(u32::MAX)];
+        let mut not_fwmark = rule(&[&fwmark[..], std::slice::from_ref(&table)].concat());
+        assert_eq!(foreign_priority(&not_fwmark), None, "fwmark 51820 lookup 51820");
+        not_fwmark.header.flags = RuleFlags::Invert;
+        assert_eq!(foreign_priority(&not_fwmark), Some(7), "not fwmark 51820 lookup 51820");
+        let suppress = RuleAttribute::SuppressPrefixLen(0);
+        assert_eq!(foreign_priority(&rule(&[RuleAttribute::Table(254), suppress])), Some(7));
+        assert_eq!(foreign_priority(&rule(&[RuleAttribute::Table(255)])), None, "local");
+        assert_eq!(
+            foreign_priority(&rule(&[table.clone(), RuleAttribute::L3MDev(true)])),
+            None
+        );
+        assert_eq!(
+            foreign_priority(&rule(&[table.clone(), RuleAttribute::Iifname("eth1".into())])),
+            None
+        );
+        let ours = RuleAttribute::Protocol(RouteProtocol::from(PROTOCOL));
+        assert_eq!(foreign_priority(&rule(&[table.clone(), ours])), None);
+        let mut of_a_pod = rule(&[table]);
+        of_a_pod.header.src_len = 32;
+        assert_eq!(foreign_priority(&of_a_pod), None);
+    }
 }

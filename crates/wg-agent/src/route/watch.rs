@@ -5,7 +5,7 @@
 
 use clustermesh_agent_core::{
     interface::InterfaceName,
-    numbers::{PROTOCOL, TABLE, TABLE_TUNNEL},
+    numbers::{PROTOCOL, RULE_MESH, TABLE, TABLE_TUNNEL},
 };
 use clustermesh_netlink::{Error as NetlinkError, Event, Events, Message, Protocol, SockFilter, Subscription};
 use netlink_packet_core::NlasIterator;
@@ -17,7 +17,7 @@ use netlink_packet_route::{
     rule::{RuleAttribute, RuleMessage},
 };
 
-use super::Error;
+use super::{Error, rules::foreign_priority};
 
 /// Size of the receive buffer, which collects events during a pass: enough for a flush of ten thousand routes of the agent.
 const BUFFER: usize = 4 << 20;
@@ -34,7 +34,7 @@ pub enum RoutingEvent {
     /// The node's own network: its default routes in the main table, and its addresses of scope universe except those with prefix length
     /// 32 or 128.
     Underlay,
-    /// Objects that the agent may have written, or the device. Also used when events were lost.
+    /// Objects that the agent may have written, another program's rule before the agent's rules, or the device. Also used when events were lost.
     Ours,
 }
 
@@ -126,7 +126,7 @@ fn classify(device: &InterfaceName, event: &Event) -> Option<RoutingEvent> {
     match message.parse() {
         Ok(M::NewLink(link) | M::DelLink(link)) => is_device(device, &link).then_some(RoutingEvent::Ours),
         Ok(M::NewRoute(route) | M::DelRoute(route)) => classify_route(&route),
-        Ok(M::NewRule(rule) | M::DelRule(rule)) => is_our_rule(&rule).then_some(RoutingEvent::Ours),
+        Ok(M::NewRule(rule) | M::DelRule(rule)) => concerns_our_rules(&rule).then_some(RoutingEvent::Ours),
         Ok(M::NewAddress(address) | M::DelAddress(address)) => classify_address(&address),
         Ok(_) => None,
         Err(_) => Some(RoutingEvent::Ours), // unknown message of a newer kernel
@@ -180,9 +180,9 @@ fn classify_address(address: &AddressMessage) -> Option<RoutingEvent> {
     }
 }
 
-fn is_our_rule(rule: &RuleMessage) -> bool {
+/// Whether the rule is the agent's, or one before which the agent's rules move.
+fn concerns_our_rules(rule: &RuleMessage) -> bool {
     let ours = RouteProtocol::from(PROTOCOL);
-    rule.attributes
-        .iter()
-        .any(|a| matches!(a, RuleAttribute::Protocol(p) if *p == ours))
+    let is_ours = |a: &RuleAttribute| matches!(a, RuleAttribute::Protocol(p) if *p == ours);
+    rule.attributes.iter().any(is_ours) || foreign_priority(rule).is_some_and(|priority| priority <= RULE_MESH)
 }

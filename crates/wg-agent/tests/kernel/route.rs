@@ -329,6 +329,7 @@ fn watch_reports_changes_of_own_state_and_ignores_foreign() {
             ("ip route del 10.101.0.0/24 table 5182 metric 20", RoutingEvent::Ours),
             ("ip rule del pref 1001", RoutingEvent::Ours),
             ("ip -6 rule del pref 1000", RoutingEvent::Ours),
+            ("ip rule add pref 998 not fwmark 7 lookup 7", RoutingEvent::Ours),
             ("ip addr del 100.66.9.1/32 dev kilo0", RoutingEvent::Ours),
             (
                 "echo 1 > /proc/sys/net/ipv4/conf/kilo0/rp_filter",
@@ -355,7 +356,7 @@ fn watch_reports_changes_of_own_state_and_ignores_foreign() {
                 .is_ok()
             {}
         }
-        script("ip route add 10.77.0.0/24 dev eth0; ip rule add pref 77 lookup 99; echo 1 > /proc/sys/net/ipv4/conf/eth0/rp_filter")
+        script("ip route add 10.77.0.0/24 dev eth0; ip rule add pref 77 from 10.77.0.1 lookup 99; ip rule add pref 2000 lookup 99; echo 1 > /proc/sys/net/ipv4/conf/eth0/rp_filter")
             .await
             .unwrap();
         assert!(
