@@ -21,9 +21,10 @@ pub(super) fn path_chains(parameters: &RuleParameters) -> String {
     let mut out = String::from(
         "
   # Replies take the path of their connection (tunnel or underlay): the packet mark selects the routing table. A strict rp_filter
-  # also looks up the source with the underlay mark (src_valid_mark).
+  # also looks up the source with the underlay mark (src_valid_mark). After the chains of other programs that restore the mark of a
+  # connection: wg-quick sets the whole mark of received UDP packets.
   chain path_in {
-    type filter hook prerouting priority mangle; policy accept;
+    type filter hook prerouting priority mangle + 1; policy accept;
 ",
     );
     add_rule(
@@ -64,6 +65,11 @@ pub(super) fn path_chains(parameters: &RuleParameters) -> String {
     out.push_str("  }\n\n  chain path_from_tunnel {\n");
     add_rule(
         &mut out,
+        &format!("{} {}", match_mark(MARK_TUNNEL, "meta"), clear_mark()),
+        "restored by another program: would return to the tunnel",
+    );
+    add_rule(
+        &mut out,
         &format!("ct state new {ct_tunnel}"),
         "connection by the tunnel",
     );
@@ -90,10 +96,12 @@ pub(super) fn path_chains(parameters: &RuleParameters) -> String {
     );
     add_rule(&mut out, "ct status & dnat == 0 accept", "not translated");
     let underlay = match_mark(MARK_UNDERLAY, "meta");
-    let clear_mark = format!("meta mark set meta mark & {:#010x}", !MARK_MASK);
     add_rule_pair(
         &mut out,
-        &format!("ct direction original {underlay} {{ip}} daddr @mesh{{n}} counter {clear_mark}"),
+        &format!(
+            "ct direction original {underlay} {{ip}} daddr @mesh{{n}} counter {}",
+            clear_mark()
+        ),
         "translated into the mesh: use the tunnel",
     );
     out.push_str(
@@ -119,6 +127,11 @@ pub(super) fn path_chains(parameters: &RuleParameters) -> String {
     add_rule_pair(&mut out, &reply_by_tunnel, REPLY_BY_TUNNEL);
     out.push_str("  }\n");
     out
+}
+
+/// Returns an nft statement that clears our bits, and the others in [`MARK_MASK`], in the mark of a packet.
+fn clear_mark() -> String {
+    format!("meta mark set meta mark & {:#010x}", !MARK_MASK)
 }
 
 /// Renders the chains that drop packets that would leave unencrypted or must not enter the tunnel: to a closed member, untracked, ICMP

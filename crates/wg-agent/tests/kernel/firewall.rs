@@ -136,7 +136,7 @@ fn kernel_accepts_the_table_with_expected_chains_and_sets() {
     assert_eq!(
         chains,
         [
-            "path_in filter prerouting -150",
+            "path_in filter prerouting -149",
             "path_dnat filter prerouting -99",
             "path_out route output -150",
             "policy_input filter input -10",
