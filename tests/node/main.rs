@@ -5,6 +5,7 @@ mod drift;
 mod gateway;
 mod hostile_member;
 mod leaks;
+mod multihomed;
 mod one_agent;
 mod paths;
 mod policy_mode;
