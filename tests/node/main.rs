@@ -1,6 +1,7 @@
 //! Tests the real agent against real API servers. Network namespaces act as nodes, and the tests act as the controller.
 //! Needs root.
 
+mod clock;
 mod drift;
 mod gateway;
 mod hostile_member;
