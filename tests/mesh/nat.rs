@@ -2,9 +2,13 @@
 //! the second tenant's private network is in the shared address space of carrier-grade NATs (RFC 6598). The tenants reach the hub because
 //! they send first, and each other at the endpoints that the hub's nodes see.
 
-use std::time::{Duration, Instant};
+use std::{
+    slice::from_ref,
+    time::{Duration, Instant},
+};
 
 use clustermesh_lab::{Cluster, Lab, LabPlan, NatKind, Product, RunningPod, Tunnel, wait_until};
+use futures::future::join_all;
 use serde_json::Value;
 
 use crate::setup::{HUB, PATIENCE, json, pod, unix_millis, url};
@@ -55,6 +59,7 @@ async fn nodes_behind_nats_reach_hub_and_each_other() {
     env.assert_reach_each_other(a_webs, b_webs).await;
     env.changed_mapping_is_followed().await;
     env.endpoint_dependent_mapping_reaches_only_public_nodes().await;
+    env.nodes_in_one_private_network_use_private_addresses().await;
     env.nodes_behind_one_to_one_nat_are_reached().await;
 }
 
@@ -210,11 +215,91 @@ impl TestEnv<'_> {
         }
     }
 
+    /// A cable connects both private networks, while the NATs still drop the packets that each tenant sends to the public addresses of
+    /// the other: so it is for nodes behind one router that does not forward to its own public address. A new first candidate that is
+    /// silent changes no endpoint.
+    async fn nodes_in_one_private_network_use_private_addresses(&self) {
+        let [a, b] = &self.tenant_webs;
+        self.lab.join_private_networks(TENANTS).await.unwrap();
+        let began = Instant::now();
+        self.assert_reach_each_other(a, b).await;
+        println!(
+            "from silent public to private endpoints: {:.1} s",
+            began.elapsed().as_secs_f64()
+        );
+        let private: Vec<String> = (1..=2)
+            .map(|n| format!("{}:51820", self.tenants[1].plan().node(n).address))
+            .collect();
+        wait_until("the private endpoints", PATIENCE, async || {
+            let used = endpoints_in_use(&self.peers_of_agent().await);
+            if used == private {
+                Ok(())
+            } else {
+                Err(format!("{used:?}"))
+            }
+        })
+        .await
+        .unwrap();
+
+        let nodes = ["annotate", "nodes", "--all", "--overwrite"];
+        let silent = "kilo.squat.ai/clustermesh-endpoint=203.0.113.9:51820";
+        self.tenants[1].kubectl(nodes.iter().chain([&silent])).await.unwrap();
+        wait_until("the silent candidate on a node of A", PATIENCE, async || {
+            let peers = self.peers_of_agent().await;
+            let has_silent = |peer: &Value| peer["candidates"][0] == "203.0.113.9:51820";
+            if peers.iter().all(has_silent) {
+                Ok(())
+            } else {
+                Err(format!("{peers:?}"))
+            }
+        })
+        .await
+        .unwrap();
+        // The agent polls its device every 5 s.
+        for _ in 0..7 {
+            assert_eq!(endpoints_in_use(&self.peers_of_agent().await), private);
+            tokio::time::sleep(Duration::from_secs(1)).await;
+        }
+        self.assert_reach_each_other(a, b).await;
+        let no_endpoint = "kilo.squat.ai/clustermesh-endpoint-";
+        self.tenants[1]
+            .kubectl(nodes.iter().chain([&no_endpoint]))
+            .await
+            .unwrap();
+        self.lab.separate_private_networks(TENANTS).await.unwrap();
+    }
+
+    /// The peers of tenant B's nodes, as the agent on a node of tenant A shows them.
+    async fn peers_of_agent(&self) -> Vec<Value> {
+        let node = self.lab.node(&self.tenant_webs[0][0].node);
+        let page = node.exec(["curl", "-sS", "http://127.0.0.1:9587/debug/state"]).await;
+        let state: Value = serde_json::from_str(&page.unwrap().stdout).unwrap();
+        let peers = state["peers"].as_object().unwrap().values();
+        peers.filter(|peer| peer["cluster"] == TENANTS[1]).cloned().collect()
+    }
+
     /// A cloud's one-to-one NAT: the node does not know its public address. Packets that come first from outside reach it.
     async fn nodes_behind_one_to_one_nat_are_reached(&self) {
         self.lab.set_nat(TENANTS[0], NatKind::OneToOne).await.unwrap();
         let [a, b] = &self.tenant_webs;
         self.assert_reach_each_other(a, &self.hub_webs).await;
-        self.assert_reach_each_other(a, b).await;
+        // All nodes send, so all notice within 20 s that the private addresses no longer answer.
+        let began = Instant::now();
+        let pairs = a.iter().flat_map(|one| b.iter().map(move |other| (one, other)));
+        let both = pairs.flat_map(|(one, other)| [(one, other), (other, one)]);
+        let waits = both.map(|(from, to)| self.assert_reach_each_other(from_ref(from), from_ref(to)));
+        join_all(waits).await;
+        println!(
+            "from private to public endpoints: {:.1} s",
+            began.elapsed().as_secs_f64()
+        );
     }
+}
+
+/// The endpoints of these peers, as the agent's last poll of the device found them.
+fn endpoints_in_use(peers: &[Value]) -> Vec<String> {
+    let endpoint = |peer: &Value| peer["liveEndpoint"].as_str().unwrap_or_default().to_owned();
+    let mut used: Vec<String> = peers.iter().map(endpoint).collect();
+    used.sort();
+    used
 }

@@ -11,6 +11,8 @@ use crate::{ClusterPlan, Error, NatKind, NodeNetwork, NodePlan, Result};
 /// The source port to which the rules of the endpoint-dependent and endpoint-independent kinds apply. Packets from other ports are
 /// masqueraded, with the same port if it is free. A one-to-one NAT maps all ports.
 const WIREGUARD_PORT: u16 = 51820;
+/// The interface of a router toward another private network.
+const SITE: &str = "site";
 
 impl Lab {
     /// If the cluster's nodes are behind a NAT, creates the router.
@@ -64,6 +66,38 @@ impl Lab {
         }
         self.router_exec(&router, &["nft", "-f", "-"], Some(&table)).await?;
         self.router_exec(&router, &["conntrack", "-F"], None).await
+    }
+
+    /// Connects the private networks of two clusters by a cable between their NAT routers, which forward over it without translation.
+    ///
+    /// # Errors
+    /// When the nodes of one of the clusters are not behind a NAT.
+    pub async fn join_private_networks(&self, clusters: [&str; 2]) -> Result<()> {
+        let [one, other] = clusters.map(|name| self.cluster(name));
+        let (one, other) = (one.plan(), other.plan());
+        let netns = self.namespace(&other.nat_router()).display().to_string();
+        let cable = format!("link add {SITE} type veth peer name {SITE} netns {netns}\n");
+        self.ip_batch(&one.nat_router(), &cable).await?;
+        for (number, router, remote) in [(1, one, other), (2, other, one)] {
+            let NodeNetwork::Nat { lan, .. } = &remote.node_network else {
+                return Err(not_behind_nat(remote));
+            };
+            let inside = format!(
+                "addr add 10.255.255.{number}/24 dev {SITE}\nlink set {SITE} up\nroute add {lan} via 10.255.255.{} dev {SITE}\n",
+                3 - number
+            );
+            self.ip_batch(&router.nat_router(), &inside).await?;
+        }
+        Ok(())
+    }
+
+    /// Removes the cable of [`Self::join_private_networks`].
+    ///
+    /// # Errors
+    /// When there is none.
+    pub async fn separate_private_networks(&self, clusters: [&str; 2]) -> Result<()> {
+        let router = self.cluster(clusters[0]).plan().nat_router();
+        self.ip_batch(&router, &format!("link del {SITE}\n")).await
     }
 
     /// Adds a host (a bare network namespace without Kubernetes) behind the NAT of a cluster, with the address of node `n`. `name` is
@@ -164,7 +198,7 @@ table ip router {{
     type filter hook forward priority filter; policy drop
     ct state established,related accept
     ct status dnat accept
-    iifname lan accept
+    iifname {{ lan, {SITE} }} accept
     ip saddr {api} accept comment \"the cluster's API server\"
   }}
   chain prerouting {{
