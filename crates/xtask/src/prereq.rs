@@ -26,7 +26,7 @@ const fn program(name: &'static str, package: &'static str, why: &'static str) -
     Program { name, package, why }
 }
 
-const PROGRAMS: [Program; 30] = [
+const PROGRAMS: [Program; 31] = [
     program("nft", "nftables", "firewall tables of agents and CNI"),
     program(
         "iptables-nft-restore",
@@ -44,6 +44,7 @@ const PROGRAMS: [Program; 30] = [
     program("tcpdump", "tcpdump", "captures"),
     program("conntrack", "conntrack", "reading conntrack entries"),
     program("wg", "wireguard-tools", "reading WireGuard devices, creating keys"),
+    program("sysctl", "procps", "wg-quick in the tests"),
     program("busybox", "busybox-static", "the test image"),
     program("nsenter", "util-linux", "entering namespaces"),
     program("unshare", "util-linux", "creating namespaces"),
