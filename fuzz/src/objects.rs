@@ -196,6 +196,7 @@ fn inputs(objects: Vec<DynamicObject>) -> Inputs {
         api_servers: ["172.29.0.11:6443".parse().expect("a socket")].into(),
         all_node_addresses: BTreeSet::new(),
         pods_elsewhere: BTreeSet::new(),
+        own_sources: BTreeSet::new(),
         peers,
         policies,
         peer_mtus: Default::default(),

@@ -14,7 +14,7 @@ const AGENT: &str = "system:serviceaccount:clustermesh-agent:wg-agent";
 const ACCESSES: &str = "/apis/kilo.squat.ai/v1alpha1/sandboxaccesses";
 /// The lists in the ConfigMap `clustermesh-admission` that the tests use.
 const LISTS: &str = "networks: 10.20.0.0/16, fd00:20::/48\n  reachable: 10.10.0.0/16, fd00:10::/48\n  \
-                     services: team-x, team-y/db, team-z/db:sql";
+                     services: team-x, team-y/db, team-z/db:sql\n  locations: 10.30.0.0/16";
 
 /// A Peer with these allowed IPs; `managed` = with the labels of a mesh.
 fn peer(name: &str, managed: bool, allowed_ips: &[&str]) -> Value {
@@ -126,6 +126,8 @@ async fn create(client: &ApiClient, object: &Value) -> Result<(), String> {
 
 const OUTSIDE: &str = " lies outside the networks in the ConfigMap clustermesh-admission: add it there if the mesh may route it \
                        here, else remove it from allowedNetworks in the ClusterMesh";
+const NOT_OWN: &str = " lies outside the locations in the ConfigMap clustermesh-admission: add the pod and node networks of this \
+                       cluster there, or remove locations from its entry in the ClusterMesh";
 const UNREACHABLE: &str = " lies outside the reachable networks in the ConfigMap clustermesh-admission: add it there if the \
                            other members may reach it, else remove it from allowedNetworks of this cluster in the \
                            ClusterMesh";
@@ -216,6 +218,15 @@ async fn peers_outside_network_list_are_refused(controller: &ApiClient) {
         let refused = create(controller, &peer("n", true, &["10.20.1.0/24", outside])).await;
         assert_eq!(refused, Err(format!("spec.allowedIPs: {outside}{OUTSIDE}")));
     }
+    // Peers of the cluster's own nodes, whose packets pass no PeerPolicy, have a list of their own.
+    let own = |network| {
+        let mut peer = peer("n", true, &[network]);
+        peer["metadata"]["annotations"] = json!({"kilo-clustermesh.io/location": "east"});
+        peer
+    };
+    assert_eq!(create(controller, &own("10.30.1.0/24")).await, Ok(()));
+    let refused = create(controller, &own("10.20.7.0/24")).await;
+    assert_eq!(refused, Err(format!("spec.allowedIPs: 10.20.7.0/24{NOT_OWN}")));
 }
 
 async fn peer_policies_outside_lists_are_refused(controller: &ApiClient) {

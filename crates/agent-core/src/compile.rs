@@ -96,6 +96,9 @@ pub struct Inputs {
     pub all_node_addresses: BTreeSet<IpAddr>,
     /// Pod CIDRs of the other nodes. Each also contains an address of its node that no object lists (the pods' default gateway).
     pub pods_elsewhere: BTreeSet<IpNet>,
+    /// Allowed IPs of the Peer that describes this node in its own cluster; empty if there is none. Nodes in other locations accept these
+    /// sources from this node.
+    pub own_sources: BTreeSet<IpNet>,
     /// Peers of this cluster.
     pub peers: Vec<Peer>,
     /// PeerPolicies of this cluster, by name.
@@ -134,10 +137,14 @@ pub fn compile(inputs: &Inputs) -> Compiled {
 
     let mesh = aggregate(networks.iter().chain(peers.iter().flat_map(|p| &p.allowed_ips)));
     let api = inputs.api_servers.iter().map(|a| host(a.ip().to_canonical()));
+    // Nodes in other locations are reached through the tunnel, also if the CNI has a route by their address.
+    let own_nodes = peers.iter().filter(|p| matches!(p.peer.role, PeerRole::OwnNode(_)));
+    let own_nodes: BTreeSet<IpNet> = own_nodes.flat_map(|p| &p.allowed_ips).copied().collect();
     let throw: BTreeSet<IpNet> = inputs
         .throw
         .iter()
         .map(IpNet::trunc)
+        .filter(|net| !own_nodes.contains(net))
         .chain(api)
         .filter(|net| covered(net, &mesh))
         .collect();
@@ -189,7 +196,8 @@ pub fn compile(inputs: &Inputs) -> Compiled {
         parameters,
         own_cluster: &own_cluster,
         gateways: &gateways,
-        own_sources: &own_networks(node),
+        own_sources: &inputs.own_sources,
+        own_pods: &node.pod_cidrs.iter().map(IpNet::trunc).collect(),
         mesh: &mesh,
         throw: &throw,
         published: &published(node, &policies),
@@ -225,19 +233,13 @@ pub fn compile(inputs: &Inputs) -> Compiled {
 pub fn published(node: &Node, policies: &[PolicySpec]) -> BTreeSet<IpNet> {
     let allowed = aggregate(policies.iter().flat_map(PolicySpec::allowed));
     let anchored = aggregate(policies.iter().flat_map(|policy| &policy.anchored));
-    let mut out: BTreeSet<IpNet> = own_networks(node)
-        .into_iter()
+    let pods = node.pod_cidrs.iter().map(IpNet::trunc);
+    let own = pods.chain(node.internal_ips.iter().copied().map(host));
+    let mut out: BTreeSet<IpNet> = own
         .filter(|net| covered(net, &allowed) && !covered(net, &anchored))
         .collect();
     out.extend(node.wireguard_ips.iter().copied().map(host));
     out
-}
-
-/// This node's pod CIDRs and InternalIPs: the sources that nodes of its own cluster in other locations accept from it, in addition to
-/// its WireGuard addresses.
-fn own_networks(node: &Node) -> BTreeSet<IpNet> {
-    let pods = node.pod_cidrs.iter().map(IpNet::trunc);
-    pods.chain(node.internal_ips.iter().copied().map(host)).collect()
 }
 
 /// A Peer to program, without the allowed IPs that a newer Peer has.
@@ -270,6 +272,7 @@ fn accept_peers<'a>(inputs: &'a Inputs, networks: &BTreeSet<IpNet>, refused: &mu
     let mut claimed_networks: BTreeSet<IpNet> = BTreeSet::new();
     let mut out = Vec::new();
     for peer in order {
+        let is_own_node = matches!(peer.role, PeerRole::OwnNode(_));
         if let Some((reason, message)) = refuse::peer_refusal(inputs, networks, peer) {
             refused.push(Refused {
                 object: Object::Peer(peer.name.clone()),
@@ -287,6 +290,7 @@ fn accept_peers<'a>(inputs: &'a Inputs, networks: &BTreeSet<IpNet>, refused: &mu
             .allowed_ips
             .iter()
             .map(IpNet::trunc)
+            .filter(|net| !is_own_node || refuse::may_own_node_have(inputs, networks, peer, net, refused))
             .filter(|net| claimed_networks.insert(*net))
             .collect();
         let mut endpoints: Vec<SocketAddr> = Vec::new();

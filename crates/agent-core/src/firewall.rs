@@ -84,8 +84,10 @@ pub struct Sets {
     pub published: BTreeSet<IpNet>,
     /// Allowed IPs of this cluster's nodes in other locations. All packets from them are accepted.
     pub own_cluster: BTreeSet<IpNet>,
-    /// Sources of this node that keep their address on the way to `own_cluster`; empty if that is empty.
+    /// Addresses of this node that the nodes in other locations accept as sources. They are kept on the way to `own_cluster`.
     pub own_sources: BTreeSet<IpNet>,
+    /// This node's pod CIDRs.
+    pub own_pods: BTreeSet<IpNet>,
     /// Addresses of gateways. They accept only this node's WireGuard address as a source, published or not.
     pub gateways: BTreeSet<IpNet>,
     /// This cluster's networks that other members may reach. Connections from the tunnel to the part that is not `published` are
@@ -120,8 +122,10 @@ pub struct Plan<'a> {
     pub parameters: RuleParameters,
     /// Allowed IPs of the Peers that describe nodes of this cluster in other locations.
     pub own_cluster: &'a BTreeSet<IpNet>,
-    /// This node's pod CIDRs and InternalIPs.
+    /// Allowed IPs of the Peer that describes this node in its own cluster.
     pub own_sources: &'a BTreeSet<IpNet>,
+    /// This node's pod CIDRs.
+    pub own_pods: &'a BTreeSet<IpNet>,
     /// Allowed IPs of the Peers that describe gateways.
     pub gateways: &'a BTreeSet<IpNet>,
     /// Every mesh prefix.
@@ -176,11 +180,8 @@ fn sets(plan: &Plan<'_>, family: Family) -> Sets {
         throw: of_family(plan.throw),
         published: of_family(plan.published),
         own_cluster: of_family(plan.own_cluster),
-        own_sources: if plan.own_cluster.is_empty() {
-            BTreeSet::new()
-        } else {
-            of_family(plan.own_sources)
-        },
+        own_sources: of_family(plan.own_sources),
+        own_pods: of_family(plan.own_pods),
         gateways: of_family(plan.gateways),
         served: of_family(&plan.policies.iter().flat_map(PolicySpec::allowed).copied().collect()),
         listeners: of_family(&listeners(plan)),

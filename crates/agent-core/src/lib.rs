@@ -41,6 +41,7 @@
 //!     api_servers: [].into(),
 //!     all_node_addresses: [].into(),
 //!     pods_elsewhere: [].into(),
+//!     own_sources: [].into(),
 //!     peer_mtus: [].into(),
 //! };
 //! let compiled = compile(&inputs);

@@ -6,7 +6,7 @@ use ipnet::IpNet;
 
 use crate::{
     mesh::{ClusterIdentity, MeshId, ObjectName, overlap},
-    observe::{AccessSpec, Member, Mirror, ObservedPeer, Owner, PeerSpec, PolicySpec},
+    observe::{AccessSpec, Member, Mirror, ObservedPeer, Owner, PeerRole, PeerSpec, PolicySpec},
     ownership::{self, Ownership},
     plan::{MeshPlan, Plan, PlannedSlice, TargetPlan},
 };
@@ -378,7 +378,14 @@ impl<'a> Differ<'a> {
                 .map(|(name, p)| (name.clone(), (p.source.clone(), p.spec.clone())))
                 .collect()
         });
-        let superseded = |_: &String, peer: &PeerSpec| self.is_any_connected(&peer.allowed_ips);
+        let mut active = self
+            .targets()
+            .filter(|(_, mesh, _)| !self.is_paused(mesh) && !mesh.deleting);
+        let is_own_node = |spec: &PeerSpec| matches!(spec.role, PeerRole::OwnNode(_));
+        let has_own_nodes = active.any(|(.., target)| target.peers.values().any(|peer| is_own_node(&peer.spec)));
+        let superseded = |_: &String, peer: &PeerSpec| {
+            is_own_node(peer) && has_own_nodes || self.is_any_connected(&peer.allowed_ips)
+        };
         self.compare(existing.collect(), desired, Item::Peer, superseded, peer_fields)
     }
 

@@ -24,6 +24,7 @@ mod mesh;
 mod networks_in_use;
 mod nodes;
 mod peers;
+mod policies;
 mod result;
 mod services;
 mod settings;

@@ -148,6 +148,7 @@ fn inputs(node: Node, key: PublicKey, endpoint: SocketAddr, other: IpAddr) -> In
         api_servers: BTreeSet::new(),
         all_node_addresses: BTreeSet::new(),
         pods_elsewhere: BTreeSet::new(),
+        own_sources: BTreeSet::new(),
         peer_mtus: BTreeMap::new(),
     }
 }

@@ -294,6 +294,7 @@ fn inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, config: &PolicyConfig, s
             .copied()
             .collect(),
         all_node_addresses: node_addresses.map(|ip| ip.to_canonical()).collect(),
+        own_sources: BTreeSet::new(),
         pods_elsewhere: others().flat_map(|(_, node)| &node.pod_cidrs).copied().collect(),
         peers: peers
             .map(|(name, seen)| Peer {

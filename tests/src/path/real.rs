@@ -231,6 +231,7 @@ fn inputs(number: u8, interface: &str, all: &[u8], outer: &impl Fn(u8, u8) -> Fa
         api_servers: BTreeSet::new(),
         all_node_addresses: BTreeSet::new(),
         pods_elsewhere: BTreeSet::new(),
+        own_sources: BTreeSet::new(),
         peers: others()
             .map(|other| Peer {
                 name: format!("node-{other}"),

@@ -69,6 +69,7 @@ pub fn compile_policy_mode(inputs: &Inputs, before: &BTreeSet<IpNet>) -> PolicyM
         own_cluster: &BTreeSet::new(),
         gateways: &BTreeSet::new(),
         own_sources: &BTreeSet::new(),
+        own_pods: &BTreeSet::new(),
         mesh: &mesh,
         throw: &BTreeSet::new(),
         published: &published,

@@ -103,6 +103,7 @@ fn inputs() -> impl Strategy<Value = Inputs> {
             let mut inputs = Inputs {
                 all_node_addresses: nodes.into_iter().collect(),
                 pods_elsewhere: pods_elsewhere.into_iter().collect(),
+                own_sources: BTreeSet::new(),
                 peers,
                 policies,
                 throw: throw.into_iter().collect(),

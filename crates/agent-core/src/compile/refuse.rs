@@ -8,7 +8,7 @@ use std::{
 
 use clustermesh_core::{
     mesh::{WIDEST, is_too_wide},
-    observe::PolicySpec,
+    observe::{PeerRole, PolicySpec},
 };
 use ipnet::IpNet;
 
@@ -148,9 +148,32 @@ pub(super) fn peer_refusal(inputs: &Inputs, networks: &BTreeSet<IpNet>, peer: &P
             ),
         ));
     }
-    peer.allowed_ips
+    // Of a node of this cluster, single networks are left out (`may_own_node_have`): private networks of different locations may be equal.
+    let mut checked = peer
+        .allowed_ips
         .iter()
-        .find_map(|net| allowed_ip_refusal(inputs, networks, &net.trunc()))
+        .filter(|_| !matches!(peer.role, PeerRole::OwnNode(_)));
+    checked.find_map(|net| allowed_ip_refusal(inputs, networks, &net.trunc()))
+}
+
+/// Whether a Peer that describes a node of this cluster may have `net` among its allowed IPs. If not, reports it.
+pub(super) fn may_own_node_have(
+    inputs: &Inputs,
+    networks: &BTreeSet<IpNet>,
+    peer: &Peer,
+    net: &IpNet,
+    refused: &mut Vec<Refused>,
+) -> bool {
+    let Some((reason, message)) = allowed_ip_refusal(inputs, networks, net) else {
+        return true;
+    };
+    let object = Object::Peer(peer.name.clone());
+    refused.push(Refused {
+        object,
+        reason,
+        message,
+    });
+    false
 }
 
 /// Returns why a Peer may not have `net` among its allowed IPs; `None` = it may.

@@ -60,6 +60,7 @@ pub(crate) fn hub_node() -> Inputs {
             "fd00:66:1::2",
         ]),
         pods_elsewhere: nets(&["10.101.1.0/24", "fd00:101:0:1::/64"]),
+        own_sources: BTreeSet::new(),
         peers: vec![
             peer(
                 21,
@@ -122,6 +123,7 @@ pub(crate) fn worker() -> Inputs {
         api_servers: ["10.111.176.135:443".parse().unwrap()].into(),
         all_node_addresses: ips(&["10.101.0.200"]),
         pods_elsewhere: BTreeSet::new(),
+        own_sources: BTreeSet::new(),
         peers: vec![peer(
             1,
             "mesh--c1--n1",
@@ -428,12 +430,22 @@ fn node_in_another_location_is_accepted_without_a_policy() {
         role: PeerRole::OwnNode("elsewhere".to_owned()),
         ..own
     });
+    inputs.own_sources = nets(&["10.77.0.0/24", "100.66.9.1/32"]);
+    // The CNI has a route by the address of the other node.
+    inputs.throw.insert("10.101.0.201/32".parse().unwrap());
+    assert!(
+        !compile(&inputs)
+            .firewall
+            .v4
+            .throw
+            .contains(&"10.101.0.201/32".parse().unwrap())
+    );
     let sets = compile(&inputs).firewall.v4;
     assert_eq!(
         sets.own_cluster,
         nets(&["10.77.2.0/24", "100.66.9.2/32", "10.101.0.201/32"])
     );
-    assert_eq!(sets.own_sources, nets(&["10.77.0.0/24", "10.101.0.200/32"]));
+    assert_eq!(sets.own_sources, nets(&["10.77.0.0/24", "100.66.9.1/32"]));
     assert!(
         sets.mesh
             .iter()
@@ -446,4 +458,26 @@ fn node_in_another_location_is_accepted_without_a_policy() {
         .push(peer(8, "mesh--c1--n2", "172.29.0.112:51820", &["10.77.2.9/32"]));
     let sets = compile(&inputs).firewall.v4;
     assert_eq!(sets.own_cluster, nets(&["100.66.9.2/32", "10.101.0.201/32"]));
+}
+
+#[test]
+fn address_of_this_node_is_left_out_of_the_peer_of_another_location() {
+    let mut inputs = worker();
+    let own = peer(
+        7,
+        "mesh--worker--n2",
+        "192.0.2.7:51820",
+        &["10.77.2.0/24", "10.101.0.200/32"],
+    );
+    inputs.peers.push(Peer {
+        role: PeerRole::OwnNode("elsewhere".to_owned()),
+        ..own
+    });
+    let compiled = compile(&inputs);
+    assert_eq!(compiled.firewall.v4.own_cluster, nets(&["10.77.2.0/24"]));
+    let refused: Vec<_> = compiled.refused.into_iter().map(|r| (r.object, r.reason)).collect();
+    assert_eq!(
+        refused,
+        [(Object::Peer("mesh--worker--n2".into()), Reason::OwnNodeAddress)]
+    );
 }

@@ -281,13 +281,13 @@ fn from_mesh_chains() -> String {
     );
     add_rule_pair(
         &mut out,
-        "{ip} saddr @closed{n} counter drop",
-        "from a member that is closed",
+        "{ip} saddr @own_cluster{n} accept",
+        "from another location of this cluster",
     );
     add_rule_pair(
         &mut out,
-        "{ip} saddr @own_cluster{n} accept",
-        "from another location of this cluster",
+        "{ip} saddr @closed{n} counter drop",
+        "from a member that is closed",
     );
     add_rule(
         &mut out,

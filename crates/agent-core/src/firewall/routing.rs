@@ -191,15 +191,18 @@ pub(super) fn leave_chains(parameters: &RuleParameters) -> String {
     out.push_str(
         "    # Connections with another node of this cluster leave the tunnel when the nodes get the same location.\n",
     );
-    for (end, comment) in [("daddr", "to"), ("saddr", "from")] {
-        for set in ["pods_elsewhere", "nodes"] {
-            add_rule_pair(
-                &mut out,
-                &format!("{{ip}} {end} @{set}{{n}} {{ip}} {end} != @mesh{{n}} accept"),
-                &format!("{comment} another node of this cluster, by the cluster's own network"),
-            );
-        }
+    for set in ["pods_elsewhere", "nodes"] {
+        add_rule_pair(
+            &mut out,
+            &format!("{{ip}} daddr @{set}{{n}} {{ip}} daddr != @mesh{{n}} accept"),
+            "to another node of this cluster, by the cluster's own network",
+        );
     }
+    add_rule_pair(
+        &mut out,
+        "{ip} saddr != @mesh{n} {ip} daddr @own_pods{n} accept",
+        "to a pod of this node, by the cluster's own network",
+    );
     out.push_str(
         "    # After a prefix is removed from the mesh, conntrack still has its connections, translated to a published source.\n",
     );
@@ -229,16 +232,6 @@ pub(super) fn leave_chains(parameters: &RuleParameters) -> String {
     ] {
         add_rule(&mut out, rule, "ICMP error about a packet that no policy has accepted");
     }
-    add_rule_pair(
-        &mut out,
-        "{ip} daddr @closed{n} counter drop",
-        "to a member that is closed",
-    );
-    add_rule_pair(
-        &mut out,
-        &format!("ct direction reply {from_tunnel} {{ip}} saddr @served{{n}} accept"),
-        "reply of an anchor: conntrack has restored the ClusterIP as its source",
-    );
     let (unmarked, ct_tunnel) = (match_mark(0, "ct"), set_mark(MARK_TUNNEL, "ct"));
     add_rule_pair(
         &mut out,
@@ -249,6 +242,16 @@ pub(super) fn leave_chains(parameters: &RuleParameters) -> String {
         &mut out,
         &format!("{OWN_CLUSTER_OUT} accept"),
         "to another location of this cluster",
+    );
+    add_rule_pair(
+        &mut out,
+        "{ip} daddr @closed{n} counter drop",
+        "to a member that is closed",
+    );
+    add_rule_pair(
+        &mut out,
+        &format!("ct direction reply {from_tunnel} {{ip}} saddr @served{{n}} accept"),
+        "reply of an anchor: conntrack has restored the ClusterIP as its source",
     );
     add_rule_pair(
         &mut out,

@@ -148,12 +148,14 @@ fn keep_one_peer_per_key(plan: &mut Plan, seen: &Observations) {
 /// If two meshes plan the same prefix for one target, keeps it in the mesh whose existing Peers contain it, else in the older
 /// mesh. Two meshes with the same source can plan the same anchored network, because each mesh chooses its anchors independently.
 fn keep_one_owner_per_prefix(plan: &mut Plan, seen: &Observations) {
-    // (does not exist yet, rank of the mesh, target): the smallest claim wins.
-    let mut owners: BTreeMap<(ClusterIdentity, IpNet), (bool, usize, String)> = BTreeMap::new();
+    // (not a node of the target itself, does not exist yet, rank of the mesh, target): the smallest claim wins.
+    let mut owners: BTreeMap<(ClusterIdentity, IpNet), (bool, bool, usize, String)> = BTreeMap::new();
     for (rank, _, target, target_plan, identity, existing) in active_targets(plan, seen) {
         let existing = existing.prefixes();
-        for net in target_plan.peers.values().flat_map(|peer| &peer.spec.allowed_ips) {
-            let claim = (!existing.contains(net), rank, target.to_owned());
+        let peers = target_plan.peers.values();
+        for (peer, net) in peers.flat_map(|peer| peer.spec.allowed_ips.iter().map(move |net| (peer, net))) {
+            let is_own = matches!(peer.spec.role, PeerRole::OwnNode(_));
+            let claim = (!is_own, !existing.contains(net), rank, target.to_owned());
             let owner = owners.entry((identity.clone(), *net)).or_insert_with(|| claim.clone());
             if claim < *owner {
                 *owner = claim;
@@ -170,7 +172,7 @@ fn keep_one_owner_per_prefix(plan: &mut Plan, seen: &Observations) {
             for peer in target_plan.peers.values_mut() {
                 peer.spec.allowed_ips.retain(|net| {
                     let owner = owners.get(&(identity.clone(), *net));
-                    owner.is_some_and(|(_, owner_rank, owner_target)| *owner_rank == rank && owner_target == target)
+                    owner.is_some_and(|(_, _, owner_rank, owner_target)| *owner_rank == rank && owner_target == target)
                 });
             }
         }

@@ -136,11 +136,11 @@ impl<'a> MeshInputs<'a> {
         let no_gateway = missing_gateway_message(cluster, member);
         let unusable_because = no_gateway.or_else(|| match (ready.is_empty(), usable.is_empty()) {
             (true, _) => Some(format!(
-                "no gateway of cluster {cluster:?} that serves this sandbox is Ready: look at the pods of its StatefulSet (kubectl get \
+                "no gateway of cluster {cluster:?} that serves this cluster is Ready: look at the pods of its StatefulSet (kubectl get \
                  pods -n clustermesh-gateway) and their SandboxGateways there"
             )),
             (false, true) => Some(format!(
-                "no gateway of cluster {cluster:?} can be reached from this sandbox: status.clusters[] of cluster {cluster:?} gives the \
+                "no gateway of cluster {cluster:?} can be reached from this cluster: status.clusters[] of cluster {cluster:?} gives the \
                  reason for each"
             )),
             (false, false) => None,

@@ -17,7 +17,7 @@ use super::{
 };
 use crate::{
     key::PublicKey,
-    mesh::{Addressing, ClusterIdentity, overlap},
+    mesh::{Addressing, ClusterIdentity, Locations, overlap},
     observe::{Claim, Endpoint, Gateway, Member, Node, ObservedPeer, PeerRole, PeerSpec, Server},
     ownership::{self, Ownership},
 };
@@ -25,6 +25,7 @@ use crate::{
 mod anchors;
 mod held_nodes;
 mod keepalive;
+mod names;
 mod own_nodes;
 pub(super) mod own_pods;
 
@@ -104,7 +105,9 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
                 // An orphan with a network of a source of this mesh is superseded: the diff deletes it.
                 Ownership::Orphan => {
                     let superseded = |net: &IpNet| source_networks.iter().any(|other| overlap(*other, *net));
-                    !spec.allowed_ips.iter().any(superseded)
+                    let is_own_node = matches!(spec.role, PeerRole::OwnNode(_));
+                    let is_own_superseded = is_own_node && target.cluster.locations == Locations::Connected;
+                    !is_own_superseded && !spec.allowed_ips.iter().any(superseded)
                 }
             };
             if kept {
@@ -138,28 +141,6 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             nodes_without_internal_ip: BTreeMap::new(),
             runs_kg,
             discovered_by_others: discovered::by_others(inputs.mesh_members, name),
-        }
-    }
-
-    /// Adopts a Peer of this hub that lost its mesh label, if its name, key and remaining labels show that it describes this node.
-    /// Its key and prefixes become free for the planned Peer.
-    fn readopt(&mut self, source: &str, node: &RegisteredNode<'a>) {
-        let mesh = self.inputs.mesh;
-        let names = [false, true].map(|is_taken| self.inputs.naming.peer(mesh, source, node.node, is_taken));
-        let unlabelled = names.into_iter().find(|name| {
-            self.existing.get(&**name).is_some_and(|peer| {
-                let ownership = ownership::of(&peer.owner, &self.inputs.seen.hub, self.inputs.claimants);
-                ownership == Ownership::Unlabelled
-                    && ownership::can_readopt(&peer.owner, mesh, source)
-                    && peer.spec.as_ref().is_ok_and(|spec| spec.public_key == node.key)
-            })
-        });
-        let Some(name) = unlabelled else { return };
-        let owner = format!("Peer {name}");
-        if self.taken_keys.get(&node.key).is_some_and(|other| *other == owner) {
-            self.taken_keys.remove(&node.key);
-            self.taken_prefixes.retain(|_, other| *other != owner);
-            self.readopted.insert(node.key, name);
         }
     }
 
@@ -432,50 +413,6 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             .filter_map(|name| self.existing.get(name))
             .find(|peer| self.is_our_peer_of(source, peer))?;
         ours.spec.as_ref().ok()
-    }
-
-    /// Chooses the name of a Peer and adds the Peer to the plan. If a Peer of this mesh and `source` already has this key, its name is
-    /// kept even if the naming rule gives another name: deleting one Peer and creating another makes kg lose the key for minutes.
-    /// `own_names` are the names that the rule gives to the nodes (or gateways) of `source`. A Peer does not keep its name if the rule
-    /// gives that name to another node.
-    fn add_named_peer(&mut self, source: &str, node: &str, spec: PeerSpec, own_names: &BTreeSet<String>) -> String {
-        let naming = self.inputs.naming;
-        let readable = naming.peer(self.inputs.mesh, source, node, false);
-        let kept = self.by_key.get(&spec.public_key).into_iter().flatten().find(|name| {
-            let can_keep = ***name == *readable || !own_names.contains(**name);
-            can_keep
-                && self
-                    .existing
-                    .get(*name)
-                    .is_some_and(|peer| self.is_our_peer_of(source, peer))
-        });
-        let kept = kept
-            .map(|name| (*name).to_owned())
-            .or_else(|| self.readopted.remove(&spec.public_key));
-        let is_free = |name: &String| {
-            let existing = self.existing.get(&**name);
-            let foreign = existing.is_some_and(|peer| !self.inputs.is_ours(&peer.owner));
-            let used = self.inputs.used_names(self.target).peers.contains(name);
-            !(foreign || used || self.peers.contains_key(name))
-        };
-        let name = kept.unwrap_or_else(|| {
-            let long = naming.peer(self.inputs.mesh, source, node, true);
-            let further = (1u32..).map(|number| format!("{long}-{number}"));
-            let mut names = [readable, long.clone()].into_iter().chain(further);
-            names.find(is_free).unwrap_or_default()
-        });
-        self.taken_keys.insert(spec.public_key, format!("Peer {name}"));
-        self.taken_prefixes
-            .extend(spec.allowed_ips.iter().map(|net| (*net, format!("Peer {name}"))));
-        self.peers.insert(
-            name.clone(),
-            PlannedPeer {
-                source: source.to_owned(),
-                node: node.to_owned(),
-                spec,
-            },
-        );
-        name
     }
 
     pub(super) fn finish(self, outcome: &mut TargetOutcome) {

@@ -6,18 +6,18 @@ use std::collections::{BTreeMap, BTreeSet};
 use ipnet::IpNet;
 
 use super::{
-    EgressReport, Fact, Naming, PlannedPolicy, Settings, Skipped, TargetPlan, anchor,
+    EgressReport, Fact, Naming, Settings, Skipped, TargetPlan, anchor,
     discovered::Discovered,
     endpoint::NodeFamilies,
     gateways,
     link::{self, Link},
     nodes::NodeRegistry,
-    peers::{self, own_pods::OwnPods},
+    peers,
     services::{self, AccessPath},
 };
 use crate::{
     mesh::{Addressing, Cluster, ClusterIdentity, Mesh, MeshId, ObjectName, Profile},
-    observe::{AccessSpec, Member, Observation, Observations, ObservedPeer, ObservedPolicy, PolicySpec},
+    observe::{AccessSpec, Claim, Member, Observation, Observations, ObservedPeer, Server},
     ownership::{self, Claimant, Ownership},
 };
 
@@ -51,13 +51,27 @@ impl<'a> MeshMember<'a> {
             .unwrap_or_default()
     }
 
-    fn has_wireguard_address_in(&self, network: IpNet) -> bool {
+    pub(super) fn has_wireguard_address_in(&self, network: IpNet) -> bool {
         let nodes = self
             .last_observed()
             .into_iter()
             .flat_map(|member| member.nodes.values());
         let mut claims = nodes.filter_map(|node| node.wireguard_ip.value());
         claims.any(|claim| network.contains(&claim.addr()))
+    }
+
+    /// The accepted WireGuard addresses of the member's gateways.
+    pub(super) fn gateway_prefixes(&self) -> BTreeSet<IpNet> {
+        let gateways = self
+            .last_observed()
+            .into_iter()
+            .flat_map(|member| member.gateways.values());
+        let prefixes = gateways
+            .flat_map(|gateway| &gateway.addresses)
+            .map(|address| IpNet::from(*address));
+        prefixes
+            .filter(|net| self.accepted.iter().any(|accepted| accepted.contains(net)))
+            .collect()
     }
 
     /// The WireGuard network of each node, or only the node's WireGuard address if allowedNetworks do not contain that network.
@@ -84,7 +98,7 @@ impl<'a> MeshMember<'a> {
     /// masqueraded member.
     /// The networks of a sandbox do not depend on its Nodes: otherwise thousands of Nodes would put thousands of networks into a policy,
     /// and each added or deleted Node would change the policy.
-    fn networks(&self) -> BTreeSet<IpNet> {
+    pub(super) fn networks(&self) -> BTreeSet<IpNet> {
         let cluster = &self.cluster;
         if cluster.effective_addressing() == Addressing::Routed || cluster.profile == Profile::Sandbox {
             return cluster.allowed.iter().copied().collect();
@@ -187,7 +201,7 @@ impl<'a> MeshInputs<'a> {
                 if self.link(name, target, mesh_member) == Some(Link::Meshed) {
                     peer_planner.add_source(source, mesh_member);
                 }
-                if self.uses_gateways(target, source, mesh_member) {
+                if self.uses_gateways(target, mesh_member) {
                     let access = self.plan_access(name, target, source, mesh_member);
                     outcome.plan.accesses.extend(access);
                     outcome.facts.extend(missing_gateway(target));
@@ -195,7 +209,7 @@ impl<'a> MeshInputs<'a> {
             }
             // After the nodes of all sources, so that a gateway with a copied key does not take a node's place.
             for (source, mesh_member) in self.sources(name, target) {
-                if self.uses_gateways(mesh_member, name, target) {
+                if self.uses_gateways(mesh_member, target) && self.link(name, target, mesh_member).is_some() {
                     peer_planner.add_gateways(source, mesh_member);
                 }
             }
@@ -209,17 +223,25 @@ impl<'a> MeshInputs<'a> {
 
     /// How `source` is connected to the target `name`. `None` also if `source` is quarantined and the target does not enforce PeerPolicies
     /// on all nodes: on the other nodes, only deleting the Peers of `source` stops its traffic.
-    fn link(&self, name: &str, target: &MeshMember<'_>, source: &MeshMember<'_>) -> Option<Link> {
+    pub(super) fn link(&self, name: &str, target: &MeshMember<'_>, source: &MeshMember<'_>) -> Option<Link> {
         let link = link::between(target, source)?;
         let is_unenforced = link == Link::Meshed && source.cluster.quarantine && self.not_enforcing.contains(name);
         (!is_unenforced).then_some(link)
     }
 
-    /// Whether `importer` reaches Services of `exporter` through gateways. `false` also if it should ([`link::uses_gateways`]), but kg serves
-    /// its nodes: kg sends from addresses that gateways do not accept. In a sandbox, nodes cannot send from others.
-    fn uses_gateways(&self, exporter: &MeshMember<'_>, importer_name: &str, importer: &MeshMember<'_>) -> bool {
+    /// Whether `importer` reaches Services of `exporter` through gateways. `false` also if it should ([`link::uses_gateways`]), but only kg
+    /// serves its nodes: kg sends from addresses that gateways do not accept. In a sandbox, nodes cannot send from others.
+    pub(super) fn uses_gateways(&self, exporter: &MeshMember<'_>, importer: &MeshMember<'_>) -> bool {
+        let has_only_kg = importer.last_observed().is_some_and(|member| {
+            let mut nodes = member
+                .nodes
+                .values()
+                .filter(|node| node.public_key != Claim::Absent)
+                .peekable();
+            nodes.peek().is_some() && nodes.all(|node| node.server != Server::Agent)
+        });
         let is_sandbox = importer.cluster.profile == Profile::Sandbox;
-        link::uses_gateways(exporter, importer) && (is_sandbox || !self.runs_kg(importer_name, importer))
+        link::uses_gateways(exporter, importer) && (is_sandbox || !has_only_kg)
     }
 
     /// Reports that the observed target `name` lacks the Peer CRD, if a source is connected to it that is no sandbox. Sandboxes get no
@@ -236,7 +258,7 @@ impl<'a> MeshInputs<'a> {
     }
 
     /// The possible sources of the target `name`: all members that are other clusters.
-    fn sources(
+    pub(super) fn sources(
         &self,
         name: &'a str,
         target: &'a MeshMember<'a>,
@@ -301,140 +323,6 @@ impl<'a> MeshInputs<'a> {
         ownership::of(owner, &self.seen.hub, self.claimants) == Ownership::Mesh(self.mesh)
     }
 
-    /// Plans the PeerPolicies that limit each source in this target, if the target is cluster-meshed and its PeerPolicies can be read.
-    fn plan_policies(&self, name: &'a str, target: &'a MeshMember<'a>, plan: &mut TargetPlan) {
-        let Some((member, existing)) = target
-            .last_observed()
-            .and_then(|member| Some((member, member.policies.as_ref()?)))
-        else {
-            return;
-        };
-        if target.cluster.profile != Profile::ClusterMeshed {
-            return;
-        }
-        let own_pods = OwnPods::of(target);
-        for (source, mesh_member) in self.sources(name, target) {
-            let is_cluster_meshed = mesh_member.cluster.profile == Profile::ClusterMeshed;
-            // A source whose profile became more restrictive keeps a closed policy until its last Peer is deleted. Peers are
-            // deleted one by one, and without a policy the remaining ones would still admit its traffic.
-            let peers = member.peers.iter().flat_map(BTreeMap::values);
-            let has_existing_peers = || {
-                let mut ours = peers.filter(|peer| peer.owner.source_cluster.as_deref() == Some(source));
-                ours.any(|peer| self.is_ours(&peer.owner))
-            };
-            // This target can connect, so the only cluster-meshed source without link is one without accepted networks: it needs no policy.
-            if link::between(target, mesh_member) != Some(Link::Meshed) && (is_cluster_meshed || !has_existing_peers())
-            {
-                continue;
-            }
-            let mut networks = mesh_member.networks();
-            let has_held_nodes = || {
-                self.registries
-                    .get(source)
-                    .is_some_and(|registry| !registry.held.is_empty())
-            };
-            if mesh_member.cluster.profile != Profile::Sandbox
-                && (mesh_member.last_observed().is_none() || has_held_nodes())
-            {
-                // `networks` may lack a node that was not observed yet, or that publishes no address for a moment. If its existing network
-                // were removed from the policy, the node would be disconnected, and the network would lose its `unreachable` route.
-                let ours = existing.values().filter(|policy| {
-                    policy.owner.source_cluster.as_deref() == Some(source) && self.is_ours(&policy.owner)
-                });
-                let known = ours
-                    .filter_map(|policy| policy.spec.as_ref().ok())
-                    .flat_map(|spec| &spec.networks);
-                networks.extend(known.copied().filter(|net| mesh_member.cluster.allows(*net)));
-            }
-            // Only a routed source has pod networks.
-            if mesh_member.cluster.effective_addressing() == Addressing::Routed {
-                networks.retain(|net| !own_pods.overlaps(*net) || mesh_member.has_wireguard_address_in(*net));
-            }
-            if networks.is_empty() {
-                continue;
-            }
-            let closed = link::is_closed(mesh_member);
-            let spec = PolicySpec {
-                sources: networks.clone(),
-                networks,
-                allow: if closed { BTreeSet::new() } else { target.networks() },
-                deny: member.api_endpoints.clone(),
-                infrastructure_ports: self.settings.infrastructure_ports.clone(),
-                anchored: if closed {
-                    BTreeSet::new()
-                } else {
-                    anchor::anchored_networks(&target.cluster, self.registries.get(name))
-                        .into_iter()
-                        .collect()
-                },
-                closed,
-            };
-            let planned = PlannedPolicy {
-                source: source.to_owned(),
-                spec,
-            };
-            plan.policies
-                .insert(self.policy_name(target, existing, source), planned);
-        }
-    }
-
-    /// Plans the policies in a sandbox for the members that grant it Services: their gateways may send only replies.
-    fn plan_grantor_policies(&self, name: &'a str, target: &'a MeshMember<'a>, plan: &mut TargetPlan) {
-        let member = target
-            .last_observed()
-            .filter(|_| target.cluster.profile == Profile::Sandbox);
-        let Some((member, existing)) = member.and_then(|member| Some((member, member.policies.as_ref()?))) else {
-            return;
-        };
-        for (source, mesh_member) in self.sources(name, target) {
-            if self.link(name, target, mesh_member) != Some(Link::Grantor) {
-                continue;
-            }
-            let peers = plan.peers.values().filter(|peer| peer.source == source);
-            let networks: BTreeSet<IpNet> = peers.flat_map(|peer| &peer.spec.allowed_ips).copied().collect();
-            if networks.is_empty() {
-                continue;
-            }
-            let spec = PolicySpec {
-                sources: networks.clone(),
-                networks,
-                allow: BTreeSet::new(),
-                deny: member.api_endpoints.clone(),
-                infrastructure_ports: self.settings.infrastructure_ports.clone(),
-                anchored: BTreeSet::new(),
-                closed: false,
-            };
-            let planned = PlannedPolicy {
-                source: source.to_owned(),
-                spec,
-            };
-            plan.policies
-                .insert(self.policy_name(target, existing, source), planned);
-        }
-    }
-
-    /// The name of the PeerPolicy that limits `source` in this target, with a hash if the name without it is taken.
-    fn policy_name(
-        &self,
-        target: &MeshMember<'_>,
-        existing: &BTreeMap<String, ObservedPolicy>,
-        source: &str,
-    ) -> String {
-        let readable = self.naming.policy(self.mesh, source, false);
-        let ours = |owner| {
-            let ownership = ownership::of(owner, &self.seen.hub, self.claimants);
-            ownership == Ownership::Mesh(self.mesh)
-                || ownership == Ownership::Unlabelled && ownership::can_readopt(owner, self.mesh, source)
-        };
-        let is_name_taken = existing.get(&readable).is_some_and(|policy| !ours(&policy.owner))
-            || self.used_names(target).policies.contains(&readable);
-        if is_name_taken {
-            self.naming.policy(self.mesh, source, true)
-        } else {
-            readable
-        }
-    }
-
     fn plan_services(&self, name: &'a str, target: &'a MeshMember<'a>, outcome: &mut TargetOutcome) {
         let importer_state = target.last_observed();
         let is_ours = |service: &ObjectName| {
@@ -448,7 +336,7 @@ impl<'a> MeshInputs<'a> {
             let mesh_member = self.mesh_members.get(&grant.cluster);
             // The importer sends to the exporter, so here the importer is the source.
             let link = mesh_member.and_then(|mesh_member| link::between(mesh_member, target));
-            let gateway_access = mesh_member.filter(|mesh_member| self.uses_gateways(mesh_member, name, target));
+            let gateway_access = mesh_member.filter(|mesh_member| self.uses_gateways(mesh_member, target));
             let gateway_access = gateway_access.map(|mesh_member| self.gateway_access(mesh_member, name));
             let needs_agents = gateway_access.is_none()
                 && mesh_member.is_some_and(|mesh_member| link::uses_gateways(mesh_member, target));

@@ -25,6 +25,7 @@ fn table(mesh: &str) -> Firewall {
         own_cluster: &[].into(),
         gateways: &[].into(),
         own_sources: &[].into(),
+        own_pods: &[].into(),
         policies: &policies,
         internal_ips: &[].into(),
         api_servers: &[].into(),

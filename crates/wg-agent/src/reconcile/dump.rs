@@ -85,6 +85,7 @@ fn inputs(inputs: &Inputs) -> Value {
         api_servers,
         all_node_addresses,
         pods_elsewhere,
+        own_sources,
         peers,
         policies,
         peer_mtus,
@@ -104,6 +105,7 @@ fn inputs(inputs: &Inputs) -> Value {
         "apiServers": api_servers,
         "nodes": all_node_addresses,
         "podsElsewhere": pods_elsewhere,
+        "ownSources": own_sources,
         "peers": peers.iter().map(|peer| (&peer.name, json!({
             "revision": peer.revision,
             "key": peer.public_key.to_string(),

@@ -64,6 +64,16 @@ pub(super) fn gather_inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, local:
     let mut members = BTreeMap::new();
     let mut unreadable = BTreeMap::new();
     let mut peers = Vec::new();
+    // The Peers of this cluster's own nodes include that of this node. Without it, nodes in other locations do not know this node. Nodes in
+    // the same location are reached without the tunnel.
+    let own_address = host(local.wireguard_ip.to_canonical());
+    let own_specs = snapshot.peers.objects().filter_map(|(_, seen)| seen.spec.as_ref().ok());
+    let mut own_specs =
+        own_specs.filter(|spec| matches!(spec.role, PeerRole::OwnNode(_)) && spec.allowed_ips.contains(&own_address));
+    let own_sources = own_specs
+        .next()
+        .map(|spec| spec.allowed_ips.clone())
+        .unwrap_or_default();
     let own_location = own.own.as_ref().map_or("", |own| own.location.as_str());
     for (name, seen) in snapshot.peers.objects() {
         let spec = match &seen.spec {
@@ -73,10 +83,8 @@ pub(super) fn gather_inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, local:
                 continue;
             }
         };
-        // A Peer with a location describes a node of this cluster. Nodes in this node's own location are reached without the tunnel. A
-        // node without a location has no Peer in the other locations, so it uses none.
         if let PeerRole::OwnNode(location) = &spec.role
-            && (own_location.is_empty() || location == own_location)
+            && (location == own_location || own_sources.is_empty())
         {
             continue;
         }
@@ -134,16 +142,9 @@ pub(super) fn gather_inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, local:
         .copied()
         .collect();
     let others = || snapshot.nodes.objects().filter(|(name, _)| *name != local.name);
-    let in_other_locations: BTreeSet<IpNet> = peers
-        .iter()
-        .filter(|peer| matches!(peer.role, PeerRole::OwnNode(_)))
-        .flat_map(|peer| peer.allowed_ips.iter().copied())
-        .collect();
     let throw = others()
         .flat_map(|(_, node)| &node.internal_ips)
         .chain(&local.underlay.next_hops)
-        // The CNI may have a route by the address of a node in another location.
-        .filter(|ip| !in_other_locations.contains(&host(ip.to_canonical())))
         .chain(local.resolvers)
         .map(|ip| host(ip.to_canonical()))
         .chain(local.bypass.iter().copied())
@@ -164,6 +165,7 @@ pub(super) fn gather_inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, local:
             api_servers,
             all_node_addresses,
             pods_elsewhere,
+            own_sources,
             peers,
             policies,
             peer_mtus: BTreeMap::new(),

@@ -251,7 +251,7 @@ fn unreadable_peer_is_left_out_and_host_name_is_resolved() {
 
 #[test]
 fn only_nodes_of_other_locations_are_peers_in_their_own_cluster() {
-    let inputs_in = |own_location: &str| {
+    let inputs_in = |own_location: &str, has_own_peer: bool| {
         let own_node = |public_key: u8, address: &str, location: &str| {
             let mut peer = peer(None);
             let spec = peer.spec.as_mut().unwrap();
@@ -267,12 +267,19 @@ fn only_nodes_of_other_locations_are_peers_in_their_own_cluster() {
         let cluster = ClusterSnapshot {
             peers: listed([
                 ("of-another-member", peer(None)),
+                ("a", own_node(9, "100.66.0.9", own_location)),
                 ("b", own_node(1, "192.0.2.8", "east")),
                 ("c", own_node(2, "192.0.2.9", "west")),
             ]),
             nodes: listed([("b", other_node("192.0.2.8")), ("c", other_node("192.0.2.9"))]),
             ..snapshot()
         };
+        let mut cluster = cluster;
+        if let WatchedKind::Listed(peers) = &mut cluster.peers
+            && !has_own_peer
+        {
+            peers.remove("a");
+        }
         let own = ParsedNode {
             own: Some(OwnNode {
                 location: own_location.into(),
@@ -286,16 +293,15 @@ fn only_nodes_of_other_locations_are_peers_in_their_own_cluster() {
         ("east", &["c", "of-another-member"][..]),
         ("west", &["b", "of-another-member"]),
         ("north", &["b", "c", "of-another-member"]),
-        ("", &["of-another-member"]),
     ] {
-        let inputs = inputs_in(own_location);
+        let inputs = inputs_in(own_location, true);
         let mut names: Vec<&str> = inputs.peers.iter().map(|peer| &*peer.name).collect();
         names.sort_unstable();
         assert_eq!(names, expected, "in {own_location:?}");
-        // The other nodes of the own location stay on the underlay.
-        for (node, address) in [("b", "192.0.2.8/32"), ("c", "192.0.2.9/32")] {
-            let is_thrown = inputs.throw.contains(&address.parse().unwrap());
-            assert_eq!(is_thrown, !names.contains(&node), "{node} in {own_location:?}");
-        }
+        assert_eq!(inputs.own_sources, ["100.66.0.9/32".parse().unwrap()].into());
     }
+    // Nodes in other locations do not know a node without a Peer of its own.
+    let inputs = inputs_in("east", false);
+    let names: Vec<&str> = inputs.peers.iter().map(|peer| &*peer.name).collect();
+    assert_eq!((names, inputs.own_sources), (vec!["of-another-member"], [].into()));
 }

@@ -63,6 +63,7 @@ fn firewall(sources: &BTreeSet<IpNet>, to: &BTreeSet<IpNet>, ports: &BTreeSet<(P
         own_cluster: &BTreeSet::new(),
         gateways: &BTreeSet::new(),
         own_sources: &BTreeSet::new(),
+        own_pods: &BTreeSet::new(),
         policies: &policies,
         internal_ips: &["10.101.0.1".parse().unwrap(), "10.101.0.9".parse().unwrap()].into(),
         api_servers: &api,

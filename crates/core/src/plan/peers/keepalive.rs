@@ -43,7 +43,11 @@ impl<'a> PeerPlanner<'a, '_> {
         let behind_nat = self.target.last_observed().is_some_and(|member| {
             member.nodes.values().any(|node| {
                 // kg restarts all its sessions when a keepalive changes, so a report must not change one. Users can set it.
-                let is_reported = !self.runs_kg && discovered::is_behind_nat(node, &self.discovered_by_others);
+                // Nodes in other locations of the target see its nodes, too.
+                let is_own = source.cluster.name == self.name;
+                let is_seen = |by| discovered::is_behind_nat(node, by);
+                let is_reported = !self.runs_kg
+                    && (is_seen(&self.discovered_by_others) || is_own && is_seen(&self.target.discovered));
                 node.persistent_keepalive > 0
                     || is_reported
                     || has_nat_keepalive && endpoint::is_private_only(node)

@@ -6,8 +6,8 @@ use ipnet::IpNet;
 
 use super::PeerPlanner;
 use crate::{
-    mesh::{Locations, PodNetwork, is_too_wide},
-    observe::{Claim, PeerRole},
+    mesh::{Locations, PodNetwork, Profile, is_too_wide},
+    observe::{Claim, Member, Node, PeerRole, Server},
     plan::{
         Fact, Reason, Skipped,
         nodes::{self, NodeRegistry, RegisteredNode},
@@ -26,7 +26,7 @@ impl PeerPlanner<'_, '_> {
         if registry.registered.is_empty() && registry.held.is_empty() {
             return;
         }
-        if let Some(message) = self.why_not_connected(registry) {
+        if let Some(message) = self.why_not_connected(member, registry) {
             let cluster = name.to_owned();
             self.facts.insert(Fact::LocationsNotConnected { cluster, message });
             return;
@@ -68,6 +68,11 @@ impl PeerPlanner<'_, '_> {
                 let cluster = name.to_owned();
                 self.facts.insert(Fact::AddressShared { cluster, message });
             }
+            // If kg serves some node of the target, the keys of all its nodes are taken for other members.
+            let owner = self.taken_keys.get(&node.key);
+            if owner.is_some_and(|owner| *owner == format!("Node {}", node.node)) {
+                self.taken_keys.remove(&node.key);
+            }
             let candidates = self.candidates(name, target, node);
             if let Some(peer) = self.add_node(name, node, prefixes, candidates, &own_names) {
                 self.set_keepalive(&peer, keepalive);
@@ -79,13 +84,20 @@ impl PeerPlanner<'_, '_> {
     }
 
     /// Why the locations of the target cannot be connected, or need no tunnels.
-    fn why_not_connected(&self, registry: &NodeRegistry<'_>) -> Option<String> {
-        if self.runs_kg {
-            let why =
-                "kg serves Nodes of the cluster, and connects the locations itself: remove `locations: Connected`";
-            return Some(why.to_owned());
+    fn why_not_connected(&self, member: &Member, registry: &NodeRegistry<'_>) -> Option<String> {
+        if self.target.cluster.profile == Profile::Sandbox {
+            return Some("the locations of a sandbox are not connected: remove `locations: Connected`".to_owned());
         }
-        let locations = registry.registered.iter().map(|node| &*node.observed.location);
+        let has_kg =
+            |node: &Node| node.server != Server::Agent && node.public_key != Claim::Absent && !node.is_silent();
+        if let Some((node, _)) = member.nodes.iter().find(|(_, node)| has_kg(node)) {
+            return Some(format!(
+                "kg serves Node {node}, and connects the locations itself: remove `locations: Connected`, or kg and its annotations"
+            ));
+        }
+        let registered = registry.registered.iter().map(|node| node.observed);
+        let held = registry.held.keys().filter_map(|name| member.nodes.get(*name));
+        let locations = registered.chain(held).map(|node| &*node.location);
         let locations: BTreeSet<&str> = locations.filter(|location| !location.is_empty()).collect();
         let found = match (locations.first(), locations.len()) {
             (None, _) => "no Node has a location".to_owned(),

@@ -1,4 +1,5 @@
-//! Keeps the podCIDRs of a masqueraded target's own Nodes out of the Peers and PeerPolicies in it. A masqueraded target may have the pod
+//! Keeps the podCIDRs of the own Nodes of a target that is masqueraded, or that connects its locations, out of the Peers and PeerPolicies of
+//! other members in it. A masqueraded target may have the pod
 //! network of a routed source. An allowed IP in that network would take packets between the target's own pods into the tunnel, and a
 //! network of a policy would make these pods unreachable. (The networks of a routed target overlap no other member's: design rule 10.)
 
@@ -7,7 +8,7 @@ use std::collections::BTreeSet;
 use ipnet::IpNet;
 
 use crate::{
-    mesh::{Addressing, PodNetwork, is_too_wide},
+    mesh::{Addressing, Locations, PodNetwork, is_too_wide},
     observe::Claim,
     plan::target::MeshMember,
 };
@@ -17,8 +18,10 @@ pub(in crate::plan) struct OwnPods(BTreeSet<IpNet>);
 impl OwnPods {
     pub(in crate::plan) fn of(target: &MeshMember<'_>) -> Self {
         let cluster = &target.cluster;
-        let is_masqueraded = cluster.effective_addressing() == Addressing::Masqueraded;
-        let has_pod_cidrs = is_masqueraded && cluster.pod_network == PodNetwork::PerNode;
+        // Between locations, podCIDRs outside allowedNetworks are routed too.
+        let is_relevant =
+            cluster.effective_addressing() == Addressing::Masqueraded || cluster.locations == Locations::Connected;
+        let has_pod_cidrs = is_relevant && cluster.pod_network == PodNetwork::PerNode;
         let member = target.last_observed().filter(|_| has_pod_cidrs);
         let nodes = member.into_iter().flat_map(|member| member.nodes.values());
         let pod_cidrs = nodes.flat_map(|node| &node.pod_cidrs).filter_map(Claim::value);

@@ -125,7 +125,7 @@ fn single_location_and_kg_are_reported_and_get_no_peers() {
     edit_node(&mut seen, "z", |z| z.server = Server::Kilo);
     let (_, plan) = plan_mesh(&mesh, &seen);
     assert!(
-        not_connected(&plan).starts_with("kg serves Nodes of the cluster"),
+        not_connected(&plan).starts_with("kg serves Node z"),
         "{}",
         not_connected(&plan)
     );
@@ -147,6 +147,87 @@ fn held_node_keeps_its_peer_in_its_own_cluster() {
     edit_node(&mut seen, "x", |x| x.public_key = Claim::Absent);
     let (_, plan) = plan_mesh(&mesh, &seen);
     assert_eq!(plan.targets["tenant"].peers[X].spec, before);
+
+    // The only node of a location is held: the location still counts.
+    edit_node(&mut seen, "z", |z| z.public_key = Claim::Absent);
+    assert_eq!(
+        own_peers(&plan_mesh(&mesh, &seen).1),
+        [X, "m--tenant--y", "m--tenant--z"]
+    );
+}
+
+#[test]
+fn silent_kg_does_not_end_the_tunnels() {
+    let (mesh, mut seen) = mesh_with_locations();
+    edit(&mut seen, &secret("tenant"), |tenant| {
+        let old = Node {
+            server: Server::Kilo,
+            silent: true,
+            ..node(2, 4)
+        };
+        tenant.nodes.insert("old".into(), old);
+    });
+    assert_eq!(own_peers(&plan_mesh(&mesh, &seen).1).len(), 3);
+}
+
+#[test]
+fn locations_of_a_sandbox_are_not_connected() {
+    let (mut mesh, seen) = mesh_with_locations();
+    mesh.clusters[1].profile = Profile::Sandbox;
+    let (_, plan) = plan_mesh(&mesh, &seen);
+    assert!(not_connected(&plan).contains("sandbox"));
+    assert_eq!(own_peers(&plan), Vec::<&str>::new());
+}
+
+#[test]
+fn orphaned_peer_of_an_own_node_is_replaced() {
+    let (mesh, mut seen) = mesh_with_locations();
+    write_plan(&mesh, &mut seen);
+    let mut renamed = mesh;
+    renamed.id.name = "renamed".into();
+    for _ in 0..2 {
+        write_plan(&renamed, &mut seen);
+    }
+    let Some(Observation::Fresh(tenant)) = seen.members.get(&secret("tenant")) else {
+        panic!("the tenant is observed");
+    };
+    let own = tenant.peers.iter().flatten().filter(|(_, peer)| {
+        let spec = peer.spec.as_ref();
+        spec.is_ok_and(|spec| matches!(spec.role, PeerRole::OwnNode(_)))
+    });
+    let own: Vec<&str> = own.map(|(name, _)| &**name).collect();
+    assert_eq!(own, ["renamed--tenant--x", "renamed--tenant--y", "renamed--tenant--z"]);
+}
+
+#[test]
+fn nodes_behind_nat_keep_their_mapping_toward_other_locations() {
+    let (mesh, mut seen) = mesh_with_locations();
+    edit_node(&mut seen, "z", |z| {
+        z.discovered.insert(key(33), "198.51.100.9:40001".parse().unwrap());
+    });
+    let (_, plan) = plan_mesh(&mesh, &seen);
+    assert_eq!(
+        plan.targets["tenant"].peers["m--tenant--z"].spec.persistent_keepalive,
+        25
+    );
+}
+
+#[test]
+fn pods_of_own_nodes_belong_to_no_other_member() {
+    let (mut mesh, mut seen) = mesh_with_locations();
+    // The tenant's pods are outside its allowedNetworks and inside those of the hub.
+    mesh.clusters[1].pod_network = PodNetwork::PerNode;
+    mesh.clusters[0].allowed = nets(&["10.1.0.0/16", "10.2.1.9/32", "100.66.1.0/24"]);
+    mesh.clusters[1].allowed = nets(&["10.2.2.0/23", "100.66.2.0/24"]);
+    edit(&mut seen, &ClusterIdentity::Local, |hub| {
+        hub.nodes.get_mut("a").unwrap().internal_ips = vec!["10.2.1.9".parse().unwrap()];
+    });
+    let taken = "10.2.1.9/32".parse().unwrap();
+    let (_, plan) = plan_mesh(&mesh, &seen);
+    assert!(!allowed(&plan, "tenant", "m--mgmt--a").contains(&taken));
+    mesh.clusters[1].locations = Locations::Ignored;
+    let (_, plan) = plan_mesh(&mesh, &seen);
+    assert!(allowed(&plan, "tenant", "m--mgmt--a").contains(&taken));
 }
 
 #[test]

@@ -242,7 +242,7 @@ fn unusable_gateways_are_left_out_with_reason() {
     assert_eq!(skipped, [Reason::EndpointForbidden, Reason::WGIPOutOfRange]);
     let egress = &planned.egress[0];
     assert!(
-        !egress.ready && egress.message.contains("can be reached from this sandbox"),
+        !egress.ready && egress.message.contains("can be reached from this cluster"),
         "{}",
         egress.message
     );

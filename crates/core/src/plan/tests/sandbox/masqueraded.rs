@@ -108,3 +108,42 @@ fn networks_of_an_unobserved_importer_stay() {
         .clone();
     assert_eq!(after, before);
 }
+
+// threat: quarantine
+#[test]
+fn quarantine_of_the_exporter_closes_its_gateways() {
+    let (mut mesh, mut seen) = mesh_with_masqueraded_exporter();
+    write_plan(&mesh, &mut seen);
+    let policy = plan_mesh(&mesh, &seen).1.targets["tenant"].policies["m--mgmt"]
+        .spec
+        .clone();
+    // Gateways only reply, so they are no sources.
+    assert_eq!(policy.sources, net_set(&["100.66.1.0/24"]));
+    assert!(
+        policy
+            .networks
+            .is_superset(&net_set(&["100.66.1.240/32", "100.66.1.241/32"]))
+    );
+    mesh.clusters[0].quarantine = true;
+    let policy = plan_mesh(&mesh, &seen).1.targets["tenant"].policies["m--mgmt"]
+        .spec
+        .clone();
+    assert!(policy.closed && policy.networks.contains(&"100.66.1.240/32".parse().unwrap()));
+    // A target that enforces no policies gets no Peers of a quarantined member.
+    edit(&mut seen, &secret("tenant"), |m| m.policies = None);
+    assert_eq!(peer_sources(&plan_mesh(&mesh, &seen).1, "tenant"), Vec::<&str>::new());
+}
+
+#[test]
+fn one_node_of_kg_does_not_end_the_imports() {
+    let (mesh, mut seen) = mesh_with_masqueraded_exporter();
+    edit(&mut seen, &secret("tenant"), |m| {
+        let kg = Node {
+            server: Server::Kilo,
+            ..node(2, 2)
+        };
+        m.nodes.insert("kg".into(), kg);
+    });
+    write_plan(&mesh, &mut seen);
+    assert_eq!(gateway_peers(&plan_mesh(&mesh, &seen).1).len(), 2);
+}
