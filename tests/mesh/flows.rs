@@ -11,7 +11,7 @@ use std::{
 use clustermesh_lab::{Answer, Lab, LabPlan, NAMESPACE, RunningPod, TrafficClient, wait_until};
 use nix::sys::signal::Signal;
 
-use crate::setup::{HUB, MEMBER, Mesh, PATIENCE, anchors_of, as_v4, host, json, pod, url};
+use crate::setup::{HUB, MEMBER, Mesh, PATIENCE, anchors_of, as_v4, fetch_mebibyte, host, json, pod, url};
 
 #[tokio::test]
 async fn flows_between_routed_members_work_and_are_encrypted() {
@@ -369,31 +369,7 @@ async fn packet_above_mtu_gets_icmp_error_and_tcp_is_clamped(mesh: &Mesh<'_>) {
         }
     }
     for (from, to) in [pairs[0], pairs[2]] {
-        // Delete the path MTU that the kernel learned from the pings, so that only MSS clamping limits TCP segments.
-        for web in [from, to] {
-            mesh.lab
-                .run_at(&pod(web), &["ip", "route", "flush", "cache"])
-                .await
-                .unwrap();
-        }
-        let node = mesh.lab.node(&to.node);
-        let make = "mkdir -p /run/mib && head -c 1048576 /dev/urandom > /run/mib/f && md5sum < /run/mib/f";
-        let sum = node.exec(["sh", "-c", make]).await.unwrap().stdout;
-        let args = ["busybox", "httpd", "-f", "-p", "5202", "-h", "/run/mib"];
-        let _serving = node.pod_spawn("mib", to.ip, args).unwrap();
-        let fetch = format!(
-            "curl -sS -m 20 --retry 20 --retry-connrefused --retry-delay 1 {}/f | md5sum",
-            url(to.ip, 5202)
-        );
-        let start = Instant::now();
-        let got = mesh.lab.run_at(&pod(from), &["sh", "-c", &fetch]).await.unwrap();
-        assert_eq!(got.stdout, sum, "{}", got.stderr);
-        println!(
-            "1 MB {} -> {}: {:.2} s",
-            to.node,
-            from.node,
-            start.elapsed().as_secs_f64()
-        );
+        fetch_mebibyte(mesh.lab, from, to).await;
     }
 }
 

@@ -1,15 +1,16 @@
-//! Tests a member whose worker is a pod of the hub, as with KubeVirt. The worker's eth0 has the address of a hub pod,
-//! and its API server has a ClusterIP of the hub; both are inside the mesh's networks. Outer packets and packets to the
-//! API server use eth0, and clients that connect to eth0 get replies from it. All other packets to the hub use the
-//! tunnel or are dropped. As a sandbox, the member enters the hub through gateways. It also reaches the hub over the
+//! Tests a member whose two workers are pods of the hub, as with KubeVirt, on two nodes of the hub whose pod network is a VXLAN. A worker's
+//! eth0 has the address of a hub pod, and its API server has a ClusterIP of the hub; both are inside the mesh's networks. Outer packets
+//! and packets to the API server, the resolver and the other worker use eth0, and clients that connect to eth0 get replies from it. All
+//! other packets to the hub use the tunnel or are dropped. A worker may move to another node of the hub. As a sandbox, the member enters the hub through gateways. It also reaches the hub over the
 //! underlay, until NetworkPolicies leave only the gateways' WireGuard port open.
 
+mod address;
 mod boundary;
+mod migration;
+mod mtu;
+mod siblings;
 
-use std::{
-    net::IpAddr,
-    time::{Duration, Instant},
-};
+use std::{net::IpAddr, time::Instant};
 
 use clustermesh_lab::{
     AGENT_NAMESPACE, Answer, Captured, Cluster, Lab, LabPlan, Node, NodeNetwork, Product, Running, RunningPod,
@@ -19,13 +20,12 @@ use futures::future::join_all;
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
-use crate::setup::as_v4;
+use crate::setup::{PATIENCE, as_v4, json, pod, url};
 
 const HUB: &str = "mgmt";
 const MEMBER: &str = "kv";
 const WORKER: &str = "kv-1";
-/// The longest wait on a loaded machine.
-const PATIENCE: Duration = Duration::from_secs(90);
+const SIBLING: &str = "kv-2";
 /// Mirrors the hub's web servers in the member under the name `hub-web`.
 const EGRESS: &str =
     "[{service: {cluster: mgmt, namespace: default, name: web}, as: {namespace: default, name: hub-web}}]";
@@ -37,8 +37,9 @@ const ECHO_PORT: u16 = 9091;
 #[tokio::test]
 async fn worker_in_hub_pod_uses_eth0_only_for_its_underlay() {
     let start = Instant::now();
-    let plan = LabPlan::clusters(&[(HUB, 2), (MEMBER, 1)])
-        .with_workers_in_pods(MEMBER, HUB, 1)
+    let plan = LabPlan::clusters(&[(HUB, 2), (MEMBER, 2)])
+        .with_vxlan(HUB)
+        .with_workers_in_pods(MEMBER, HUB, &[1, 2])
         .with_policies(HUB);
     let lab = Lab::start(plan).await.unwrap();
     println!("two clusters: {:.1} s", start.elapsed().as_secs_f64());
@@ -68,15 +69,21 @@ async fn worker_in_hub_pod_uses_eth0_only_for_its_underlay() {
     env.worker_sends_from_its_wireguard_address().await;
     env.hub_pods_get_replies_on_eth0("tunnel up").await;
     env.node_port_on_eth0_reaches_hub_pods_through_tunnel().await;
+    env.resolver_answers().await;
+    siblings::workers_and_their_pods_reach_each_other(&env).await;
+    migration::flows_continue_on_another_node(&mut env).await;
     env.api_server_answers("tunnel up").await;
     env.kubelet_renews_its_lease().await;
     let captured = capture.stop().await.unwrap();
     assert_eq!(env.unencrypted(&captured).await, Vec::<String>::new());
     assert_ne!(captured.packets("udp port 51820").await.unwrap().len(), 0);
+    siblings::uses_no_tunnel(&env, &captured).await;
     // Each of the two hub pods has sent three datagrams.
     let (tcp, udp) = env.count_replies_on_eth0(&captured).await;
     assert!(tcp > 0 && udp >= 6, "{tcp} TCP and {udp} UDP replies on eth0");
 
+    mtu::tunnel_follows_mtu_of_pod_network(&env).await;
+    address::worker_with_another_address_is_found(&mut env, &product).await;
     env.dead_agent_keeps_underlay_open_and_mesh_closed(&hub).await;
     env.worker_recovers_from_power_cut_through_eth0(&product).await;
     product.install_gateways(&["default"]).await.unwrap();
@@ -88,9 +95,11 @@ struct TestEnv<'a> {
     lab: &'a Lab,
     member: Cluster<'a>,
     worker: Node<'a>,
+    /// The other worker.
+    sibling: Node<'a>,
     /// The web servers in the hub.
     hub_webs: Vec<RunningPod>,
-    /// The web servers in the member.
+    /// The web servers in the member, one on each worker.
     webs: Vec<RunningPod>,
     /// The hub's ClusterIP at which the member reaches its API server.
     api: IpAddr,
@@ -102,7 +111,7 @@ struct TestEnv<'a> {
 impl<'a> TestEnv<'a> {
     async fn new(lab: &'a Lab) -> Self {
         let (hub, member) = (lab.cluster(HUB), lab.cluster(MEMBER));
-        let worker = lab.node(WORKER);
+        let (worker, sibling) = (lab.node(WORKER), lab.node(SIBLING));
         let NodeNetwork::Pods { api, .. } = member.plan().node_network else {
             panic!("{:?}", member.plan().node_network)
         };
@@ -116,6 +125,7 @@ impl<'a> TestEnv<'a> {
             lab,
             member,
             worker,
+            sibling,
             hub_webs,
             webs,
             api: api.into(),
@@ -126,22 +136,27 @@ impl<'a> TestEnv<'a> {
         env
     }
 
-    /// Starts the servers on the worker's host.
+    /// Starts the servers on the hosts of the workers.
     async fn serve(&mut self) {
-        let probe = self.lab.directory().join("mesh-probe");
-        std::fs::copy(clustermesh_lab::workspace_program("lab-probe").unwrap(), &probe).unwrap();
-        let probe = probe.display().to_string();
+        for worker in [WORKER, SIBLING] {
+            self.serve_on(worker).await;
+        }
+    }
+
+    async fn serve_on(&mut self, worker: &str) {
+        let node = self.lab.node(worker);
+        let probe = self.lab.probe_program().unwrap();
         let (http, echo, name) = (
             format!(":{HTTP_PORT}"),
             format!(":{ECHO_PORT}"),
-            format!("NODE={WORKER}"),
+            format!("NODE={worker}"),
         );
         let args = ["env", &name, &probe, "serve", &http];
-        let mut serving = self.worker.spawn("host-service", args).unwrap();
+        let mut serving = node.spawn("host-service", args).unwrap();
         serving.wait_for_log("serving on", PATIENCE).await.unwrap();
-        let mut echoing = self.worker.spawn("host-echo", [&probe, "udp-echo", &echo]).unwrap();
+        let mut echoing = node.spawn("host-echo", [&probe, "udp-echo", &echo]).unwrap();
         echoing.wait_for_log("echoing on", PATIENCE).await.unwrap();
-        self.servers = vec![serving, echoing];
+        self.servers.extend([serving, echoing]);
     }
 
     async fn wait_for_answer(&self, from: &TrafficClient, url: &str) -> Answer {
@@ -181,7 +196,7 @@ impl<'a> TestEnv<'a> {
     async fn hub_pods_get_replies_on_eth0(&self, when: &str) {
         self.connections_get_replies_on_eth0(when).await;
         let eth0 = self.worker.address();
-        let probe = self.lab.directory().join("mesh-probe").display().to_string();
+        let probe = self.lab.probe_program().unwrap();
         for from in &self.hub_webs {
             let to = format!("{eth0}:{ECHO_PORT}");
             let args = [&probe, "udp-send", &to, "datagram", "3"];
@@ -280,8 +295,17 @@ impl<'a> TestEnv<'a> {
         assert_eq!(ready["status"], "True", "{node:#}");
     }
 
+    /// The worker resolves names with the hub's DNS, whose ClusterIP is inside the mesh's networks.
+    async fn resolver_answers(&self) {
+        let name = "web.default.svc.cluster.local";
+        let address = self.lab.cluster(HUB).cluster_ip("default", "web").await.unwrap();
+        let output = self.lab.run_at(&host(), &["busybox", "nslookup", name]).await.unwrap();
+        let answer = format!("Name:\t{name}\nAddress: {address}\n");
+        assert!(output.stdout.contains(&answer), "{output:?}");
+    }
+
     /// Captured packets that the worker sent through eth0 into the hub's networks or to the hub's nodes. Ignored are WireGuard packets,
-    /// packets to the API server and the next hop, replies of the host's servers and of NodePorts, and ICMP errors
+    /// packets to the API server, the resolver, the other worker and the next hop, replies of the host's servers and of NodePorts, and ICMP errors
     /// about closed ports, such as WireGuard's.
     async fn unencrypted(&self, captured: &Captured) -> Vec<String> {
         let hub = self.lab.cluster(HUB);
@@ -295,18 +319,21 @@ impl<'a> TestEnv<'a> {
         let filter = format!(
             "ether src {mac} and not udp port 51820 and (dst net {pods} or dst net {services} or dst net {wireguard}{nodes}) \
              and not (icmp[icmptype] == icmp-unreach and icmp[icmpcode] == 3) and not dst host {api} and not dst host {next_hop} \
+             and not dst host {sibling} and not (dst host {dns} and udp dst port 53) \
              and not (src host {eth0} and (tcp src port {HTTP_PORT} or udp src port {ECHO_PORT} or tcp src portrange 30000-32767))",
             mac = self.mac().await,
             pods = plan.pod_cidr,
             services = plan.service_cidr,
             wireguard = plan.wireguard_cidr,
             api = self.api,
+            sibling = self.sibling.address(),
+            dns = plan.dns_ip(),
             eth0 = self.worker.address(),
         );
         captured.packets(&filter).await.unwrap()
     }
 
-    /// The worker's default gateway: the bridge of the hub's pods on its host node.
+    /// The worker's default gateway: its host node.
     fn next_hop(&self) -> IpAddr {
         let [a, b, c, _] = as_v4(self.worker.address()).octets();
         IpAddr::from([a, b, c, 1])
@@ -349,6 +376,7 @@ impl<'a> TestEnv<'a> {
         .unwrap();
         self.mesh_is_closed(hub).await;
         self.api_server_answers("agent dead").await;
+        self.resolver_answers().await;
         // Checks TCP only: the socket of an accepted TCP connection has the underlay mark (`tcp_fwmark_accept`). A UDP
         // server's socket has none, so the kernel looks up the route of the reply before any nftables hook can set the
         // mark. While kilo0 has no carrier, that route is `unreachable`.
@@ -442,16 +470,8 @@ impl<'a> TestEnv<'a> {
     }
 }
 
-fn pod(web: &RunningPod) -> TrafficClient {
-    TrafficClient::Pod(web.clone())
-}
-
 fn host() -> TrafficClient {
     TrafficClient::Host(WORKER.to_owned())
-}
-
-fn url(address: impl std::fmt::Display, port: u16) -> String {
-    format!("http://{address}:{port}")
 }
 
 fn expected_answer(pod: &str, node: &str, client_ip: IpAddr) -> Answer {
@@ -460,10 +480,4 @@ fn expected_answer(pod: &str, node: &str, client_ip: IpAddr) -> Answer {
         node: node.into(),
         client_ip,
     }
-}
-
-/// The output of `kubectl ... -o json`.
-async fn json(cluster: &Cluster<'_>, args: &[&str]) -> Value {
-    let args = [args, &["-o", "json"]].concat();
-    serde_json::from_str(&cluster.kubectl(args).await.unwrap().stdout).unwrap()
 }

@@ -329,3 +329,29 @@ pub(crate) fn as_v4(address: IpAddr) -> std::net::Ipv4Addr {
         IpAddr::V6(address) => panic!("{address} in an IPv4 lab"),
     }
 }
+
+/// Fetches a MiB of random bytes over TCP from one pod to the other, and compares the checksums. First deletes the path MTUs that the kernel
+/// learned from earlier packets of the pods, so that only MSS clamping limits TCP segments.
+pub(crate) async fn fetch_mebibyte(lab: &Lab, from: &RunningPod, to: &RunningPod) {
+    for web in [from, to] {
+        lab.run_at(&pod(web), &["ip", "route", "flush", "cache"]).await.unwrap();
+    }
+    let node = lab.node(&to.node);
+    let make = "mkdir -p /run/mib && head -c 1048576 /dev/urandom > /run/mib/f && md5sum < /run/mib/f";
+    let sum = node.exec(["sh", "-c", make]).await.unwrap().stdout;
+    let args = ["busybox", "httpd", "-f", "-p", "5202", "-h", "/run/mib"];
+    let _serving = node.pod_spawn("mib", to.ip, args).unwrap();
+    let fetch = format!(
+        "curl -sS -m 20 --retry 20 --retry-connrefused --retry-delay 1 {}/f | md5sum",
+        url(to.ip, 5202)
+    );
+    let start = Instant::now();
+    let got = lab.run_at(&pod(from), &["sh", "-c", &fetch]).await.unwrap();
+    assert_eq!(got.stdout, sum, "{}", got.stderr);
+    println!(
+        "1 MiB {} -> {}: {:.2} s",
+        to.node,
+        from.node,
+        start.elapsed().as_secs_f64()
+    );
+}

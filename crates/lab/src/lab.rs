@@ -165,7 +165,7 @@ impl Lab {
         self.make_nat_router(plan).await?;
         // Nodes boot while the API server starts, but start the kubelet only after `release_nodes`.
         for n in 1..=plan.nodes {
-            self.boot(&self.plan_node(plan, n).await?).await?;
+            self.boot(&self.plan_node(plan, n)).await?;
         }
         cluster.wait_for_api().await?;
         progress(&format!("{}: API server answers", plan.name));
@@ -304,6 +304,17 @@ impl Lab {
 
     fn state(&self) -> MutexGuard<'_, LabState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Records the plan of a node, in place of an earlier one of the same name.
+    fn record(&self, plan: NodePlan) -> Result<()> {
+        let mut state = self.state();
+        match state.nodes.iter_mut().find(|node| node.name == plan.name) {
+            Some(known) => *known = plan,
+            None => state.nodes.push(plan),
+        }
+        drop(state);
+        self.save()
     }
 
     /// Writes `lab.json`.

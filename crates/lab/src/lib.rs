@@ -46,7 +46,7 @@ pub use error::{Error, Result};
 pub use image::ImageSpec;
 pub use lab::{Cluster, Lab, Node};
 pub use machine::{Clock, CommandEnd, Machine};
-pub use plan::{ClusterPlan, HostNode, LabPlan, NatKind, NodeNetwork, NodePlan, PlanV6, ProxyMode, Uplink};
+pub use plan::{ClusterPlan, HostNode, LabPlan, NatKind, NodeNetwork, NodePlan, PlanV6, PodNetwork, ProxyMode, Uplink};
 pub use product::{
     AGENT_NAMESPACE, GATEWAYS, Gateway, Granted, MESH, NAMESPACE, Product, ProductImages, Tunnel, gateway_cidrs,
 };

@@ -14,7 +14,7 @@ use anyhow::Context;
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
-use crate::{ArtefactSet, ClusterPlan, NodePlan, ProxyMode, Tools};
+use crate::{ArtefactSet, ClusterPlan, NodePlan, PodNetwork, ProxyMode, Tools};
 
 /// The settings of one node, written by the lab and read by the node's processes.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -28,6 +28,11 @@ pub(crate) struct Settings {
     /// The pod ranges of the cluster, for all its nodes.
     pod_cidrs: Vec<IpNet>,
     dns: IpAddr,
+    /// The resolver in /etc/resolv.conf. `None` = the file is this machine's, and pods with `dnsPolicy: Default` have no resolver.
+    #[serde(default)]
+    resolver: Option<IpAddr>,
+    #[serde(default)]
+    pod_network: PodNetwork,
     proxy: ProxyMode,
     /// The implementation of NetworkPolicies. `None` = the node does not enforce them.
     #[serde(default)]
@@ -62,7 +67,13 @@ impl PolicyEngine {
 }
 
 impl Settings {
-    pub(crate) fn new(run: &Path, cluster: &ClusterPlan, node: &NodePlan, tools: &Tools) -> crate::Result<Self> {
+    pub(crate) fn new(
+        run: &Path,
+        cluster: &ClusterPlan,
+        node: &NodePlan,
+        resolver: Option<IpAddr>,
+        tools: &Tools,
+    ) -> crate::Result<Self> {
         let sets = [ArtefactSet::Nodes, ArtefactSet::Runtime];
         let mut programs: Vec<PathBuf> = sets
             .iter()
@@ -79,6 +90,8 @@ impl Settings {
             addresses: node.addresses(),
             pod_cidrs: cluster.pod_cidrs(),
             dns: cluster.dns_ip(),
+            resolver,
+            pod_network: cluster.pod_network,
             proxy: cluster.proxy,
             policies,
             programs,

@@ -1,6 +1,7 @@
 //! Defines the address plan: the clusters and nodes of a lab and their addresses.
 
 mod addresses;
+mod pods;
 mod validate;
 
 use std::net::Ipv4Addr;
@@ -10,6 +11,7 @@ use serde::{Deserialize, Serialize};
 
 pub(crate) use addresses::comma_separated;
 pub use addresses::{HostNode, NodePlan, Uplink};
+pub(crate) use pods::VXLAN_OVERHEAD;
 
 /// Prefix length of the whole underlay, one link that connects all API servers, NAT routers and nodes of [`NodeNetwork::Underlay`]. Each
 /// cluster has a /24 of it.
@@ -56,6 +58,9 @@ pub struct ClusterPlan {
     /// Whether the nodes enforce NetworkPolicies. By default they do not, as with many CNIs.
     #[serde(default)]
     pub policies: bool,
+    /// How pods reach pods of other nodes.
+    #[serde(default)]
+    pub pod_network: PodNetwork,
 }
 
 /// The IPv6 ranges of a cluster. The API server and the DNS of a dual-stack cluster have IPv4 addresses only.
@@ -93,20 +98,31 @@ impl ProxyMode {
     }
 }
 
+/// How the CNI delivers packets to pods of other nodes of the cluster.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum PodNetwork {
+    /// Routes via the nodes' addresses. The nodes must be on one link.
+    #[default]
+    HostGateway,
+    /// VXLAN between the nodes' addresses, as with many overlays. IPv4 only.
+    Vxlan,
+}
+
 /// The network to which a cluster's nodes are connected.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum NodeNetwork {
     /// The underlay: each node is a separate machine there.
     #[default]
     Underlay,
-    /// The pod network of another cluster, the host cluster, as for virtual machines of KubeVirt. All nodes are pods on one
-    /// node of the host cluster, the host node: their eth0 has an address from its pod range. The API server still listens
+    /// The pod network of another cluster, the host cluster, as for virtual machines of KubeVirt. The API server still listens
     /// on the underlay, but nodes and pods reach it at a ClusterIP of the host cluster.
     Pods {
         /// Name of the host cluster. Its own nodes are on the underlay.
         of: String,
-        /// Number of the host node, from 1.
-        node: u8,
+        /// Numbers of the host nodes, from 1. Worker n starts on the n-th of them; after the last one, the first follows.
+        nodes: Vec<u8>,
+        /// The workers' addresses, a /24 of the host cluster's pod range. `.1` = default gateway, `.10 + n` = worker n.
+        range: Ipv4Net,
         /// The ClusterIP of this cluster's API server in the host cluster, port 6443.
         api: Ipv4Addr,
     },
@@ -241,25 +257,6 @@ impl LabPlan {
         found
             .unwrap_or_else(|| panic!("the plan has no cluster {cluster:?}"))
             .policies = true;
-        self
-    }
-
-    /// Connects the nodes of `cluster` to the pod network of node number `node` of the cluster `of` (see
-    /// [`NodeNetwork::Pods`]). The API server of `cluster` also gets a ClusterIP in `of`: address number 100 + `i` of the
-    /// Service range of `of`, where `i` is the index of `cluster` in the plan.
-    ///
-    /// # Panics
-    /// When one of the clusters is not in the plan.
-    #[must_use]
-    pub fn with_workers_in_pods(mut self, cluster: &str, of: &str, node: u8) -> Self {
-        let position = |name: &str| self.clusters.iter().position(|one| one.name == name);
-        let (Some(guest), Some(host)) = (position(cluster), position(of)) else {
-            panic!("the plan has no cluster {cluster:?} or no {of:?}");
-        };
-        let number = u32::try_from(guest).unwrap_or_default();
-        let api = addresses::nth(self.clusters[host].service_cidr, 100 + number);
-        let of = of.to_owned();
-        self.clusters[guest].node_network = NodeNetwork::Pods { of, node, api };
         self
     }
 

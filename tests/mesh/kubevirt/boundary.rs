@@ -8,9 +8,7 @@ use std::{
     time::Instant,
 };
 
-use clustermesh_lab::{
-    AGENT_NAMESPACE, Attacker, GATEWAYS, Granted, Lab, NodeNetwork, Product, Running, TrafficClient, wait_until,
-};
+use clustermesh_lab::{AGENT_NAMESPACE, Attacker, GATEWAYS, Granted, Lab, Product, Running, TrafficClient, wait_until};
 
 use super::{EGRESS, HUB, MEMBER, PATIENCE, TestEnv, WORKER, host, pod, url};
 
@@ -182,13 +180,10 @@ async fn granted_service_api_server_and_kubelet_work(
         .unwrap();
     // Delete the conntrack entry of the old agent's session. The new agent's handshake has the same addresses and
     // ports, so the hosting node would accept it as part of the old flow, regardless of the policies.
-    let NodeNetwork::Pods { node, .. } = env.member.plan().node_network else {
-        panic!("{:?}", env.member.plan())
-    };
-    let hosting_node = env.lab.cluster(HUB).plan().node(node).name;
+    let hosting_node = env.worker.host_node().unwrap();
     let (worker, port) = (env.worker.address().to_string(), WIREGUARD_PORT.to_string());
     let forget = ["conntrack", "-D", "-p", "udp", "-s", &worker, "--dport", &port];
-    env.lab.node(&hosting_node).exec(forget).await.unwrap();
+    env.lab.node(&hosting_node.name).exec(forget).await.unwrap();
     mirrored_service_answers_through_gateways(env, product, clients).await;
 }
 
@@ -252,7 +247,7 @@ impl Echoes {
 
     async fn start(env: &TestEnv<'_>) -> Self {
         let lab: &Lab = env.lab;
-        let probe = lab.directory().join("mesh-probe").display().to_string();
+        let probe = lab.probe_program().unwrap();
         let hub = lab.cluster(HUB);
         let (mut running, mut sockets) = (Vec::new(), BTreeSet::new());
         for node in hub.nodes() {
@@ -266,6 +261,9 @@ impl Echoes {
         let [a, b, c, _] = hub.plan().underlay.network().octets();
         let address = Ipv4Addr::new(a, b, c, 200);
         let machine = lab.add_host("hub-machine", address).await.unwrap();
+        let (range, via) = (hub.plan().pod_cidr.to_string(), env.worker.host_node().unwrap().address);
+        let route = ["ip", "route", "add", &range, "via", &via.to_string()];
+        machine.exec(route).await.unwrap();
         let socket = SocketAddr::new(address.into(), WIREGUARD_PORT);
         let args = [&probe, "udp-echo", &socket.to_string()];
         running.push(machine.spawn("machine-echo", args).unwrap());

@@ -215,7 +215,7 @@ impl<'a> Cluster<'a> {
     pub async fn join_node(&self) -> Result<Node<'a>> {
         let count = self.nodes().len();
         let n = u8::try_from(count + 1).map_err(|_| Error::Other(format!("{} has too many nodes", self.plan.name)))?;
-        let plan = self.lab.plan_node(&self.plan, n).await?;
+        let plan = self.lab.plan_node(&self.plan, n);
         self.lab.boot(&plan).await?;
         self.wait_for_nodes().await?;
         Ok(Node::new(self.lab, plan))

@@ -10,7 +10,7 @@ use super::{Cluster, Lab, UNDERLAY};
 use crate::cgroup::Cgroups;
 use crate::command::{self, Output, Running, argv};
 use crate::supervisor::Request;
-use crate::{Error, NodePlan, Result, control_plane, node, run};
+use crate::{Error, HostNode, NodePlan, Result, Uplink, control_plane, node, run};
 
 /// A node of a lab, or a bare host on its underlay.
 #[derive(Debug)]
@@ -33,7 +33,7 @@ impl Lab {
         self.directory().join("nodes").join(name)
     }
 
-    /// Connects a node to its network and boots it. The first boot also writes its kubeconfig and settings.
+    /// Connects a node to its network and boots it. Writes its settings, and at the first boot its kubeconfig.
     pub(super) async fn boot(&self, plan: &NodePlan) -> Result<()> {
         let directory = self.node_directory(&plan.name);
         std::fs::create_dir_all(&directory).map_err(Error::io(format!("create {}", directory.display())))?;
@@ -42,10 +42,11 @@ impl Lab {
         if !kubeconfig.exists() {
             let text = control_plane::node_kubeconfig(&cluster.directory(), cluster.plan(), &plan.name)?;
             std::fs::write(&kubeconfig, text).map_err(Error::io("write the kubelet's kubeconfig"))?;
-            let settings = node::Settings::new(self.directory(), cluster.plan(), plan, &self.tools)?;
-            let text = serde_json::to_vec_pretty(&settings).map_err(|error| Error::Other(error.to_string()))?;
-            std::fs::write(directory.join("settings.json"), text).map_err(Error::io("write a node's settings"))?;
         }
+        let resolver = self.resolver(cluster.plan());
+        let settings = node::Settings::new(self.directory(), cluster.plan(), plan, resolver, &self.tools)?;
+        let text = serde_json::to_vec_pretty(&settings).map_err(|error| Error::Other(error.to_string()))?;
+        std::fs::write(directory.join("settings.json"), text).map_err(Error::io("write a node's settings"))?;
         let _ = std::fs::remove_file(directory.join("off"));
         self.connect(plan).await?;
         self.publish_worker_pod(plan).await?;
@@ -81,18 +82,17 @@ impl Lab {
             env: super::go_environment(),
             log,
         })?;
-        let mut state = self.state();
-        if !state.nodes.contains(plan) {
-            state.nodes.push(plan.clone());
-        }
-        drop(state);
-        self.save()
+        self.record(plan.clone())
     }
 }
 
 impl<'a> Node<'a> {
     pub(super) fn new(lab: &'a Lab, plan: NodePlan) -> Self {
         Self { lab, plan }
+    }
+
+    pub(super) fn plan(&self) -> &NodePlan {
+        &self.plan
     }
 
     pub(crate) fn lab(&self) -> &'a Lab {
@@ -108,6 +108,14 @@ impl<'a> Node<'a> {
     /// the pod range there.
     pub fn address(&self) -> std::net::IpAddr {
         self.plan.address
+    }
+
+    /// The node of the host cluster on which this node is a pod. `None` = it is not a pod.
+    pub fn host_node(&self) -> Option<&HostNode> {
+        match &self.plan.uplink {
+            Uplink::Pods { of, .. } => Some(of),
+            _ => None,
+        }
     }
 
     /// The node's IPv6 InternalIP. In a cluster without IPv4 it is also the first.

@@ -5,29 +5,30 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::time::Duration;
 
 use ipnet::Ipv4Net;
-use k8s_openapi::api::core::v1::Node;
-use kube::api::Api;
 
-use super::{Lab, TIMEOUT, UNDERLAY};
-use crate::plan::HostNode;
-use crate::{ClusterPlan, NodeNetwork, NodePlan, Result, Uplink, command, wait_until};
+use super::{Cluster, Lab, Node, UNDERLAY};
+use crate::plan::{HostNode, VXLAN_OVERHEAD};
+use crate::{ClusterPlan, Error, NodeNetwork, NodePlan, PodNetwork, Result, Uplink, command, wait_until};
+
+/// The MAC address of every worker's port on its host node.
+const PORT_MAC: &str = "0a:00:00:00:00:01";
 
 impl Lab {
-    /// The plan of node number `n` of a cluster. For a worker in a pod, waits until the host node has a podCIDR.
-    pub(super) async fn plan_node(&self, cluster: &ClusterPlan, n: u8) -> Result<NodePlan> {
-        let NodeNetwork::Pods { of, node, .. } = &cluster.node_network else {
-            return Ok(cluster.node(n));
+    /// The plan of node number `n` of a cluster at its first boot.
+    pub(super) fn plan_node(&self, cluster: &ClusterPlan, n: u8) -> NodePlan {
+        let NodeNetwork::Pods { of, nodes, range, .. } = &cluster.node_network else {
+            return cluster.node(n);
         };
-        let host = self.cluster(of);
-        let host_node = host.plan().node(*node);
-        let nodes: Api<Node> = Api::all(host.client().await?);
-        let pod_cidr = wait_until(format!("the podCIDR of {}", host_node.name), TIMEOUT, async || {
-            let node = nodes.get(&host_node.name).await.map_err(|error| error.to_string())?;
-            let pod_cidr = node.spec.and_then(|spec| spec.pod_cidr).unwrap_or_default();
-            pod_cidr.parse().map_err(|_| format!("spec.podCIDR is {pod_cidr:?}"))
-        })
-        .await?;
-        Ok(cluster.node_in_pods(n, &host_node, pod_cidr))
+        let host_node = nodes[usize::from(n - 1) % nodes.len()];
+        cluster.node_in_pods(n, &self.cluster(of).plan().node(host_node), *range)
+    }
+
+    /// The address of the resolver that a cluster's nodes use: for workers in pods, the DNS of the host cluster.
+    pub(super) fn resolver(&self, cluster: &ClusterPlan) -> Option<IpAddr> {
+        let NodeNetwork::Pods { of, .. } = &cluster.node_network else {
+            return None;
+        };
+        Some(self.cluster(of).plan().dns_ip())
     }
 
     /// If the cluster's workers are pods, creates the Service of its API server in the host cluster.
@@ -125,36 +126,156 @@ spec:
         .await
     }
 
-    /// Connects the worker's network namespace with a veth pair to the pods' bridge of the host node. The host node is
-    /// the worker's default gateway, and forwards packets from the API server on the underlay to the worker.
-    pub(super) async fn connect_in_pods(
-        &self,
-        name: &str,
-        address: IpAddr,
-        api: IpAddr,
-        (host_node, pod_cidr): (&HostNode, Ipv4Net),
-    ) -> Result<()> {
-        let gateway = Ipv4Addr::from(u32::from(pod_cidr.network()) + 1);
-        let length = pod_cidr.prefix_len();
-        let port = port(address);
-        // The CNI creates this bridge with the node's first pod, or uses an existing one.
+    /// Connects a worker to its host node with a veth pair.
+    pub(super) async fn connect_in_pods(&self, worker: &NodePlan, host_node: &HostNode, range: Ipv4Net) -> Result<()> {
+        let (name, address) = (&worker.name, address_of(worker)?);
+        let mtu = self.host_cluster(worker)?.plan().pod_mtu();
         let cable = format!(
-            "ip link show cni0 >/dev/null 2>&1 || {{ ip link add cni0 address 0a:00:00:00:00:01 type bridge && \
-             ip addr add {gateway}/{length} dev cni0 && ip link set cni0 up; }} || exit 1\n\
-             ip link add {port} type veth peer name eth0 netns {} && ip link set {port} master cni0 up",
-            self.namespace(name).display()
+            "link add {port} mtu {mtu} type veth peer name eth0 address {mac} mtu {mtu} netns {netns}\n",
+            port = port(worker.address),
+            mac = mac(address),
+            netns = self.namespace(name).display()
         );
-        let host_netns = format!("--net={}", self.namespace(&host_node.name).display());
-        command::run(&command::argv(["nsenter", &host_netns, "sh", "-c", &cable]), None).await?;
+        self.ip_batch(&host_node.name, &cable).await?;
+        let gateway = Ipv4Addr::from(u32::from(range.network()) + 1);
+        // A virtual machine sees no loss of carrier during a live migration, but this link does. The kernel then deletes all neighbour
+        // entries but permanent ones, and would ask for the gateway again only after a second.
         let inside = format!(
-            "link set lo up\naddr add {address}/{length} dev eth0\nlink set eth0 up\nroute add default via {gateway}\n"
+            "link set lo up\naddr add {address}/{} dev eth0\nlink set eth0 up\n\
+             neigh replace {gateway} lladdr {PORT_MAC} dev eth0 nud permanent\nroute add default via {gateway}\n",
+            range.prefix_len()
         );
         self.ip_batch(name, &inside).await?;
+        self.route_to_worker(worker, host_node).await
+    }
+
+    /// Sets up the worker's port on its host node, and the routes to the worker: on its host node, on the other nodes of the host
+    /// cluster that run now, and on the underlay. The host node answers ARP requests for all addresses. Every port has the same
+    /// MAC address, so the worker's neighbour entries stay valid when the port moves, as with the logical router of an overlay.
+    async fn route_to_worker(&self, worker: &NodePlan, host_node: &HostNode) -> Result<()> {
+        let (address, port) = (address_of(worker)?, port(worker.address));
+        let at_port = format!(
+            "echo 1 > /proc/sys/net/ipv4/conf/{port}/proxy_arp\n\
+             echo 0 > /proc/sys/net/ipv4/neigh/{port}/proxy_delay\n\
+             ip -batch - <<E\nlink set {port} address {PORT_MAC} up\n\
+             neigh replace {address} lladdr {mac} dev {port} nud permanent\n\
+             route replace {address} dev {port} src {source}\nE",
+            mac = mac(address),
+            source = host_node.address,
+        );
+        let netns = format!("--net={}", self.namespace(&host_node.name).display());
+        command::run(&command::argv(["nsenter", &netns, "sh", "-c", &at_port]), None).await?;
+        let host_cluster = self.host_cluster(worker)?;
+        let device = match host_cluster.plan().pod_network {
+            PodNetwork::HostGateway => "",
+            PodNetwork::Vxlan => "dev vx onlink",
+        };
+        for other in host_cluster.nodes().iter().filter(|node| node.is_up()) {
+            if other.name() != host_node.name {
+                let route = format!("route replace {address} via {} {device}\n", host_node.address);
+                self.ip_batch(other.name(), &route).await?;
+            }
+        }
         // The underlay's bridge has the addresses of all API servers. `src` makes packets to the worker come from the address of the
         // worker's API server.
+        let api = self.cluster(&worker.cluster).plan().api_address();
         let back = format!("route replace {address} via {} src {api}\n", host_node.address);
         self.ip_batch(UNDERLAY, &back).await
     }
+
+    /// Moves a worker to another node of the host cluster, as KubeVirt's live migration does: the worker continues to run, its address and
+    /// its link stay the same, and the routes to it change. Its carrier is off for a moment. Handles of the node become outdated.
+    ///
+    /// # Errors
+    /// When the worker is not a pod or has no power, or `to` is not a node of the host cluster.
+    pub async fn migrate(&self, worker: &str, to: &str) -> Result<()> {
+        let before = self.node(worker).plan().clone();
+        let Uplink::Pods { of: from, range } = &before.uplink else {
+            return Err(not_in_pods(&before));
+        };
+        let target = HostNode {
+            name: to.to_owned(),
+            address: self.node(to).address(),
+        };
+        let uplink = Uplink::Pods {
+            of: target.clone(),
+            range: *range,
+        };
+        let after = NodePlan {
+            uplink,
+            ..before.clone()
+        };
+        self.publish_worker_pod(&after).await?;
+        let (port, netns) = (port(after.address), self.namespace(to));
+        let moved = format!("link set {port} netns {}\n", netns.display());
+        self.ip_batch(&from.name, &moved).await?;
+        self.route_to_worker(&after, &target).await?;
+        self.record(after)
+    }
+
+    /// Gives a worker without power another address of its range, as a new pod of the same virtual machine can have. The next boot uses it.
+    /// Handles of the node become outdated.
+    ///
+    /// # Errors
+    /// When the worker is not a pod.
+    pub async fn set_worker_address(&self, worker: &str, address: Ipv4Addr) -> Result<()> {
+        let mut plan = self.node(worker).plan().clone();
+        let host_cluster = self.host_cluster(&plan)?;
+        let hosts = host_cluster.nodes();
+        for namespace in hosts
+            .iter()
+            .filter(|node| node.is_up())
+            .map(Node::name)
+            .chain([UNDERLAY])
+        {
+            // The route on the host node is already deleted with the port.
+            let netns = format!("--net={}", self.namespace(namespace).display());
+            let old = plan.address.to_string();
+            command::output(&command::argv(["nsenter", &netns, "ip", "route", "del", &old]), None).await?;
+        }
+        plan.address = address.into();
+        self.record(plan)
+    }
+
+    /// Sets the MTU of a cluster's pod network on the links of its overlay and of the workers in it.
+    ///
+    /// # Errors
+    /// When the cluster's pod network is not a VXLAN.
+    pub async fn set_pod_mtu(&self, cluster: &str, mtu: u16) -> Result<()> {
+        let host_cluster = self.cluster(cluster);
+        for node in host_cluster.nodes().iter().filter(|node| node.is_up()) {
+            self.ip_batch(node.name(), &format!("link set vx mtu {mtu}\n")).await?;
+        }
+        let workers = self.state().nodes.clone();
+        for worker in workers {
+            let Uplink::Pods { of, .. } = &worker.uplink else {
+                continue;
+            };
+            if self.host_cluster(&worker)?.plan().name == cluster && self.node(&worker.name).is_up() {
+                let at_port = format!("link set {} mtu {mtu}\n", port(worker.address));
+                self.ip_batch(&of.name, &at_port).await?;
+                let inside = format!("link set eth0 mtu {mtu}\nlink set vx mtu {}\n", mtu - VXLAN_OVERHEAD);
+                self.ip_batch(&worker.name, &inside).await?;
+            }
+        }
+        Ok(())
+    }
+
+    fn host_cluster(&self, worker: &NodePlan) -> Result<Cluster<'_>> {
+        match &self.cluster(&worker.cluster).plan().node_network {
+            NodeNetwork::Pods { of, .. } => Ok(self.cluster(of)),
+            _ => Err(not_in_pods(worker)),
+        }
+    }
+}
+
+/// The address of a worker. Workers in pods have no IPv6 address.
+fn address_of(worker: &NodePlan) -> Result<Ipv4Addr> {
+    worker.address_v4().ok_or_else(|| not_in_pods(worker))
+}
+
+fn not_in_pods(node: &NodePlan) -> Error {
+    Error::Other(format!("{} is not a pod of another cluster", node.name))
 }
 
 /// The namespace of a cluster's worker pods in the host cluster, named as in Cozystack.
@@ -162,10 +283,19 @@ pub(crate) fn worker_namespace(cluster: &ClusterPlan) -> String {
     format!("tenant-{}", cluster.name)
 }
 
-/// The name of the bridge port on the host node for a worker's link.
+/// The name of a worker's port on its host node.
 pub(super) fn port(address: IpAddr) -> String {
     match address {
-        IpAddr::V4(address) => format!("vm{}", address.octets()[3]),
+        IpAddr::V4(address) => {
+            let [_, _, c, d] = address.octets();
+            format!("vm{c}.{d}")
+        }
         IpAddr::V6(address) => format!("vm{:x}", address.segments()[7]),
     }
+}
+
+/// The MAC address of a worker's eth0.
+fn mac(address: Ipv4Addr) -> String {
+    let [a, b, c, d] = address.octets();
+    format!("0a:01:{a:02x}:{b:02x}:{c:02x}:{d:02x}")
 }

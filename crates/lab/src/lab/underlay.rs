@@ -39,8 +39,7 @@ impl Lab {
         let (name, address) = (&node.name, node.address);
         self.run.request(&Request::AddNamespace { name: name.clone() })?;
         if let Uplink::Pods { of, range } = &node.uplink {
-            let api = self.cluster(&node.cluster).plan().api_address();
-            return self.connect_in_pods(name, address, api, (of, *range)).await;
+            return self.connect_in_pods(node, of, *range).await;
         }
         if let Uplink::Nat { lan, router } = &node.uplink {
             return self.connect_behind_nat(node, *lan, router).await;

@@ -1,10 +1,11 @@
-//! Does the work of a CNI daemon: adds routes to the other nodes' pod ranges (as flannel's host-gw), and masquerades pod
-//! traffic that leaves the cluster's pod range.
+//! Does the work of a CNI daemon: adds routes to the other nodes' pod ranges, direct ones or through a VXLAN (as flannel's host-gw and
+//! vxlan backends), and masquerades pod traffic that leaves the cluster's pod range.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr};
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use futures::TryStreamExt;
@@ -15,6 +16,8 @@ use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::runtime::{WatchStreamExt, watcher};
 
 use super::Settings;
+use crate::PodNetwork;
+use crate::plan::VXLAN_OVERHEAD;
 
 /// Node name -> pod range and node address, for each family.
 type Nodes = BTreeMap<String, Vec<(IpNet, IpAddr)>>;
@@ -22,13 +25,19 @@ type Nodes = BTreeMap<String, Vec<(IpNet, IpAddr)>>;
 pub(super) async fn run(settings: &Settings) -> Result<()> {
     // kube-proxy's user may read every Node, the kubelet's may not.
     let kubeconfig = Kubeconfig::read_from(settings.cluster_directory().join("proxy.kubeconfig"))?;
-    let config = kube::Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await?;
+    let mut config = kube::Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await?;
+    // A worker in a pod loses connections to its API server's ClusterIP without notice when it moves: the new host node has no conntrack
+    // entry of them. The API server ends each watch after 5 s, so a longer silence is such a loss.
+    config.read_timeout = Some(Duration::from_secs(10));
     let nodes: Api<Node> = Api::all(kube::Client::try_from(config)?);
-    let events = watcher(nodes, watcher::Config::default()).default_backoff();
+    let events = watcher(nodes, watcher::Config::default().timeout(5)).default_backoff();
     let mut events = std::pin::pin!(events);
     let mut known = Nodes::new();
     let mut listed = Nodes::new();
     let mut applied = Nodes::new();
+    if settings.pod_network == PodNetwork::Vxlan {
+        create_overlay(settings.addresses[0])?;
+    }
     loop {
         // After an error the watch continues, with a backoff.
         match events.try_next().await {
@@ -85,7 +94,16 @@ fn apply(settings: &Settings, before: &Nodes, now: &Nodes) -> Result<()> {
     for (name, ranges) in now {
         if *name != settings.name && before.get(name) != Some(ranges) {
             for (range, address) in ranges {
-                writeln!(batch, "route replace {range} via {address}")?;
+                match (settings.pod_network, address) {
+                    (PodNetwork::Vxlan, IpAddr::V4(address)) => {
+                        let mac = overlay_mac(*address);
+                        writeln!(batch, "neigh replace {address} lladdr {mac} dev vx nud permanent")?;
+                        writeln!(batch, "route replace {range} via {address} dev vx onlink")?;
+                        let entry = format!("fdb replace {mac} dev vx dst {address} self permanent\n");
+                        run_with_stdin(&["bridge", "-batch", "-"], &entry)?;
+                    }
+                    _ => writeln!(batch, "route replace {range} via {address}")?,
+                }
             }
         }
     }
@@ -103,7 +121,31 @@ fn apply(settings: &Settings, before: &Nodes, now: &Nodes) -> Result<()> {
     std::fs::write(&file, names).with_context(|| format!("write {}", file.display()))
 }
 
-/// Masquerades packets from pods of this node to destinations outside the cluster's pod range.
+/// Creates the device of the VXLAN. It exists already if this process was restarted.
+fn create_overlay(address: IpAddr) -> Result<()> {
+    let IpAddr::V4(address) = address else {
+        anyhow::bail!("the VXLAN carries IPv4 only, and the node's address is {address}");
+    };
+    let (mac, mtu) = (overlay_mac(address), overlay_mtu()?);
+    let batch =
+        format!("link add vx type vxlan id 1 dstport 8472 nolearning\nlink set vx address {mac} mtu {mtu} up\n");
+    run_with_stdin(&["ip", "-force", "-batch", "-"], &batch)
+}
+
+/// The MTU of the VXLAN and of pods in it.
+pub(super) fn overlay_mtu() -> Result<u16> {
+    let mtu: u16 = std::fs::read_to_string("/sys/class/net/eth0/mtu")?.trim().parse()?;
+    Ok(mtu.saturating_sub(VXLAN_OVERHEAD))
+}
+
+/// The MAC address of a node's VXLAN device. All nodes compute it from the node's address.
+fn overlay_mac(address: Ipv4Addr) -> String {
+    let [a, b, c, d] = address.octets();
+    format!("0e:00:{a:02x}:{b:02x}:{c:02x}:{d:02x}")
+}
+
+/// Masquerades packets from pods of this node to destinations outside the cluster's pod range. Workers of other clusters that are pods on
+/// this node have addresses outside `range`, so their packets keep their source.
 fn masquerade(settings: &Settings, range: IpNet) -> Result<()> {
     let Some(all) = settings.pod_cidrs.iter().find(|all| all.contains(&range)) else {
         return Ok(());

@@ -8,17 +8,20 @@ use crate::plan::comma_separated;
 pub(super) const CONTAINERD: &str = "/etc/containerd/config.toml";
 /// Not the default directory: there containerd would use a network that podman may have configured.
 pub(super) const CNI: &str = "/run/cni-net.d";
+pub(super) const RESOLV_CONF: &str = "/etc/resolv.conf";
 pub(super) const CNI_TEMPLATE: &str = "/etc/containerd/cni.template";
 
 /// A template of the CNI configuration. containerd inserts the node's pod ranges when the Node has them.
-pub(super) fn cni_template() -> &'static str {
+/// An MTU of 0 is the default of the interface.
+pub(super) fn cni_template(mtu: u16) -> String {
     r#"{"cniVersion": "1.0.0", "name": "lab", "plugins": [
-  {"type": "bridge", "bridge": "cni0", "isGateway": true, "hairpinMode": true, "ipMasq": false,
+  {"type": "bridge", "bridge": "cni0", "isGateway": true, "hairpinMode": true, "ipMasq": false, "mtu": MTU,
    "ipam": {"type": "host-local",
     "ranges": [{{range $i, $net := .PodCIDRRanges}}{{if $i}}, {{end}}[{"subnet": "{{$net}}"}]{{end}}],
     "routes": [{{range $i, $net := .Routes}}{{if $i}}, {{end}}{"dst": "{{$net}}"}{{end}}]}},
   {"type": "portmap", "backend": "nftables", "capabilities": {"portMappings": true}}]}
 "#
+    .replace("MTU", &mtu.to_string())
 }
 
 pub(super) fn containerd(runc: &Path) -> String {
@@ -67,7 +70,7 @@ evictionHard: {{memory.available: \"0%\", nodefs.available: \"0%\", nodefs.inode
 imageGCHighThresholdPercent: 100
 enforceNodeAllocatable: [pods]
 makeIPTablesUtilChains: false
-resolvConf: \"\"
+resolvConf: \"{}\"
 clusterDNS: [\"{}\"]
 clusterDomain: cluster.local
 authentication: {{anonymous: {{enabled: true}}, webhook: {{enabled: false}}}}
@@ -75,7 +78,9 @@ authorization: {{mode: AlwaysAllow}}
 address: {}
 healthzPort: 0
 ",
-        settings.dns, settings.addresses[0]
+        if settings.resolver.is_some() { RESOLV_CONF } else { "" },
+        settings.dns,
+        settings.addresses[0]
     )
 }
 

@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use nix::sys::wait::{WaitStatus, wait};
 
-use super::{PolicyEngine, Settings, config};
+use super::{PolicyEngine, Settings, cni, config};
+use crate::PodNetwork;
 use crate::plan::comma_separated;
 
 /// The name and command line of a service. The name is also a part of the log file's name.
@@ -93,7 +94,16 @@ impl Manager<'_> {
             let _ = fs::remove_file(&link);
             symlink(plugin.path(), link)?;
         }
-        fs::write(config::CNI_TEMPLATE, config::cni_template())?;
+        let mtu = match self.settings.pod_network {
+            PodNetwork::HostGateway => 0,
+            PodNetwork::Vxlan => cni::overlay_mtu()?,
+        };
+        fs::write(config::CNI_TEMPLATE, config::cni_template(mtu))?;
+        if let Some(resolver) = self.settings.resolver {
+            // May be a symlink to a file that the node does not have.
+            let _ = fs::remove_file(config::RESOLV_CONF);
+            fs::write(config::RESOLV_CONF, format!("nameserver {resolver}\n"))?;
+        }
         fs::write(config::CONTAINERD, config::containerd(&self.settings.program("runc")?))?;
         fs::write("/run/kubelet.yaml", config::kubelet(self.settings))?;
         fs::write("/run/proxy.yaml", config::proxy(self.settings))?;

@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use serde::{Deserialize, Serialize};
 
-use super::{ClusterPlan, NodeNetwork, PlanV6, ProxyMode};
+use super::{ClusterPlan, NodeNetwork, PlanV6, PodNetwork, ProxyMode};
 
 /// The network to which one node is connected.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -13,11 +13,11 @@ pub enum Uplink {
     /// The underlay's bridge.
     #[default]
     Underlay,
-    /// The bridge of the pods on a node of another cluster.
+    /// The pod network of another cluster.
     Pods {
         /// The host node.
         of: HostNode,
-        /// The pod range of that node. Its first address is the worker's default gateway.
+        /// The workers' range. Its first address is the default gateway.
         range: Ipv4Net,
     },
     /// The private network behind a NAT router.
@@ -96,6 +96,7 @@ impl ClusterPlan {
             v6: None,
             proxy: ProxyMode::Nftables,
             policies: false,
+            pod_network: PodNetwork::HostGateway,
         }
     }
 
@@ -210,15 +211,14 @@ impl ClusterPlan {
         self.v6.as_ref().map(|v6| nth_v6(v6.underlay, 1))
     }
 
-    /// Node number `n`, from 1, in the pod range of a node of another cluster. Its address is near the end of the range,
-    /// because the IPAM plugin of that node allocates from the start and does not know this address.
+    /// Worker number `n`, from 1, on a node of the host cluster.
     pub(crate) fn node_in_pods(&self, n: u8, of: &NodePlan, range: Ipv4Net) -> NodePlan {
         let of = HostNode {
             name: of.name.clone(),
             address: of.address,
         };
         NodePlan {
-            address: nth(range, 249 + u32::from(n)).into(),
+            address: nth(range, 10 + u32::from(n)).into(),
             uplink: Uplink::Pods { of, range },
             address_v6: None,
             ..self.node(n)

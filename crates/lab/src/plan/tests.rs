@@ -23,6 +23,7 @@ fn second_cluster_of_a_plan_has_the_second_default_ranges() {
             v6: None,
             proxy: ProxyMode::Nftables,
             policies: false,
+            pod_network: PodNetwork::HostGateway,
         }
     );
     assert_eq!(tenant.api_address(), IpAddr::from([172, 30, 2, 1]));
@@ -81,7 +82,7 @@ fn ipv6_only_cluster_has_no_ipv4_address() {
     );
     assert_eq!(tenant.load_balancer_ips(), [ip("fd00:172:30:2::f0")]);
     plan.validate().unwrap();
-    let in_pods = plan.with_workers_in_pods("tenant-a", "mgmt", 1);
+    let in_pods = plan.with_workers_in_pods("tenant-a", "mgmt", &[1]);
     assert_eq!(
         in_pods.validate().unwrap_err().to_string(),
         "tenant-a: nodes in pods or behind a NAT have IPv4"
@@ -108,21 +109,23 @@ fn clusters_with_equal_pod_and_service_ranges_are_valid() {
 
 #[test]
 fn worker_in_pod_has_pod_address_and_api_cluster_ip() {
-    let plan = LabPlan::clusters(&[("mgmt", 2), ("kv", 1)]).with_workers_in_pods("kv", "mgmt", 1);
+    let plan = LabPlan::clusters(&[("mgmt", 2), ("kv", 1)]).with_workers_in_pods("kv", "mgmt", &[2, 1]);
     let (mgmt, kv) = (&plan.clusters[0], &plan.clusters[1]);
     let api = Ipv4Addr::new(10, 11, 0, 101);
     let node_network = NodeNetwork::Pods {
         of: "mgmt".into(),
-        node: 1,
+        nodes: vec![2, 1],
+        range: "10.10.201.0/24".parse().unwrap(),
         api,
     };
     assert_eq!(kv.node_network, node_network);
+    assert_eq!(kv.pod_network, PodNetwork::Vxlan);
     assert_eq!(
         (kv.advertised_api(), kv.api_address()),
         (IpAddr::from(api), IpAddr::from([172, 30, 2, 1]))
     );
     assert_eq!(mgmt.advertised_api(), mgmt.api_address());
-    let range = "10.10.1.0/24".parse().unwrap();
+    let range = "10.10.201.0/24".parse().unwrap();
     let host = HostNode {
         name: "mgmt-1".into(),
         address: IpAddr::from([172, 30, 1, 11]),
@@ -130,7 +133,7 @@ fn worker_in_pod_has_pod_address_and_api_cluster_ip() {
     let want = NodePlan {
         name: "kv-1".into(),
         cluster: "kv".into(),
-        address: IpAddr::from([10, 10, 1, 250]),
+        address: IpAddr::from([10, 10, 201, 11]),
         uplink: Uplink::Pods { of: host, range },
         address_v6: None,
     };
@@ -140,11 +143,11 @@ fn worker_in_pod_has_pod_address_and_api_cluster_ip() {
 
 #[test]
 fn workers_in_pods_of_missing_node_are_refused() {
-    let plan = LabPlan::clusters(&[("mgmt", 1), ("kv", 1)]).with_workers_in_pods("kv", "mgmt", 2);
+    let plan = LabPlan::clusters(&[("mgmt", 1), ("kv", 1)]).with_workers_in_pods("kv", "mgmt", &[1, 2]);
     assert_eq!(
         plan.validate().unwrap_err().to_string(),
-        "kv: its nodes cannot be pods of mgmt-2: mgmt-2 is no node on the underlay, or one of the two clusters has \
-         only an API server"
+        "kv: its nodes cannot be pods on the nodes [1, 2] of mgmt: there is no such node on the underlay, or one of the two \
+         clusters has only an API server"
     );
 }
 

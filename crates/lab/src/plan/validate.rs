@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use super::{ClusterPlan, LabPlan, NodeNetwork};
+use super::{ClusterPlan, LabPlan, NodeNetwork, PodNetwork};
 use crate::{Error, Result};
 
 impl LabPlan {
@@ -37,6 +37,9 @@ impl LabPlan {
                 return Err(Error::Other(format!("{name}: nodes in pods or behind a NAT have IPv4")));
             }
             self.validate_workers_in_pods(cluster)?;
+            if cluster.pod_network == PodNetwork::Vxlan && cluster.v6.is_some() {
+                return Err(Error::Other(format!("{name}: the lab's VXLAN carries IPv4 only")));
+            }
         }
         let lans = self.clusters.iter().filter_map(|cluster| match cluster.node_network {
             NodeNetwork::Nat { lan, .. } => Some(lan),
@@ -53,29 +56,21 @@ impl LabPlan {
     }
 
     fn validate_workers_in_pods(&self, cluster: &ClusterPlan) -> Result<()> {
-        let NodeNetwork::Pods { of, node, .. } = &cluster.node_network else {
+        let NodeNetwork::Pods { of, nodes, .. } = &cluster.node_network else {
             return Ok(());
         };
-        let can_host = |host: &&ClusterPlan| {
+        let can_host = |host: &ClusterPlan| {
             host.name == *of
                 && host.controllers
                 && host.v6.as_ref().is_none_or(|v6| !v6.is_only_family)
                 && host.node_network == NodeNetwork::Underlay
-                && (1..=host.nodes).contains(node)
+                && nodes.iter().all(|node| (1..=host.nodes).contains(node))
         };
-        let is_in_host_node =
-            |network: &NodeNetwork| matches!(network, NodeNetwork::Pods { of: o, node: n, .. } if o == of && n == node);
-        let uses_host_node = |one: &&ClusterPlan| is_in_host_node(&one.node_network);
-        if !cluster.controllers || !self.clusters.iter().any(|one| can_host(&one)) {
+        if nodes.is_empty() || !cluster.controllers || !self.clusters.iter().any(can_host) {
             return Err(Error::Other(format!(
-                "{}: its nodes cannot be pods of {of}-{node}: {of}-{node} is no node on the underlay, or one of the \
-                 two clusters has only an API server",
+                "{}: its nodes cannot be pods on the nodes {nodes:?} of {of}: there is no such node on the underlay, or one of \
+                 the two clusters has only an API server",
                 cluster.name
-            )));
-        }
-        if cluster.nodes > 5 || self.clusters.iter().filter(uses_host_node).count() > 1 {
-            return Err(Error::Other(format!(
-                "{of}-{node} has room for at most five workers, all of one cluster"
             )));
         }
         Ok(())

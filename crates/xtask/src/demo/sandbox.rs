@@ -24,7 +24,7 @@ const GRANT: &str = "[{service: {cluster: mgmt, namespace: default, name: store}
 /// The hub, a trusted member, and a sandbox whose worker node is a pod of the hub.
 pub(super) fn plan() -> LabPlan {
     LabPlan::clusters(&[(HUB, 2), (MEMBER, 1), (SANDBOX, 1)])
-        .with_workers_in_pods(SANDBOX, HUB, 1)
+        .with_workers_in_pods(SANDBOX, HUB, &[1])
         .with_policies(HUB)
 }
 
