@@ -15,6 +15,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use xtask::{prereq, programs};
 
 mod equal_cidrs;
+mod kubevirt;
 mod locations;
 mod nat;
 mod sandbox;
@@ -54,6 +55,9 @@ enum Scenario {
     EqualCidrs,
     /// Connects the nodes of one tenant in a datacenter and two clouds.
     Locations,
+    /// Connects a tenant whose workers are pods of the hub, and moves one of them to another node of the hub.
+    #[value(name = "kubevirt")]
+    KubeVirt,
 }
 
 /// Runs the demo. At its end the clusters are removed, unless `--keep` is set. After Ctrl-C, SIGTERM or SIGKILL they are removed in any
@@ -91,6 +95,7 @@ async fn run_scenario(scenario: Scenario, keep: bool) -> anyhow::Result<()> {
         Scenario::Nat => nat::plan(),
         Scenario::EqualCidrs => equal_cidrs::plan(),
         Scenario::Locations => locations::plan(),
+        Scenario::KubeVirt => kubevirt::plan(),
     };
     let mut lab = Lab::start_with(plan, &print_step).await?;
     let result = {
@@ -105,6 +110,7 @@ async fn run_scenario(scenario: Scenario, keep: bool) -> anyhow::Result<()> {
             Scenario::Nat => demo.nat().await,
             Scenario::EqualCidrs => demo.equal_cidrs().await,
             Scenario::Locations => demo.locations().await,
+            Scenario::KubeVirt => demo.kubevirt().await,
         };
         outcome.and_then(|()| match demo.failed.as_slice() {
             [] => Ok(()),
