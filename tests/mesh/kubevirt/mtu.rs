@@ -46,12 +46,12 @@ pub(super) async fn tunnel_follows_mtu_of_pod_network(env: &TestEnv<'_>) {
             }
         }
         let (on_underlay, on_eth0) = (on_underlay.stop().await.unwrap(), on_eth0.stop().await.unwrap());
+        for captured in [&on_underlay, &on_eth0] {
+            assert_eq!(captured.packets(FRAGMENTS).await.unwrap(), Vec::<String>::new());
+        }
         let largest = format!("udp port 51820 and ip[2:2] == {mtu}");
         assert_ne!(on_eth0.packets(&largest).await.unwrap().len(), 0);
         assert_ne!(on_underlay.packets(WIREGUARD_IN_VXLAN).await.unwrap().len(), 0);
-        for captured in [on_underlay, on_eth0] {
-            assert_eq!(captured.packets(FRAGMENTS).await.unwrap(), Vec::<String>::new());
-        }
     }
 }
 
