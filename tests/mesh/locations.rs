@@ -156,7 +156,7 @@ impl TestEnv<'_> {
     async fn nodes_are_reached_at_their_addresses(&self) {
         for from in &self.webs {
             for to in &self.webs {
-                let address = IpAddr::from(self.lab.node(&to.node).address());
+                let address = self.lab.node(&to.node).address();
                 for client in [pod(from), host(&from.node)] {
                     let answered = self.lab.ping(&client, address).await.unwrap();
                     assert!(answered, "{client} -> {address} of {}", to.node);
@@ -180,7 +180,7 @@ impl TestEnv<'_> {
             ("tenant-a-1", "tenant-a-3", "kilo0"),
             ("tenant-a-3", "tenant-a-4", "kilo0"),
         ] {
-            for address in [self.web(other).ip, self.lab.node(other).address().into()] {
+            for address in [self.web(other).ip, self.lab.node(other).address()] {
                 assert_eq!(
                     self.device_to(node, address).await,
                     device,
