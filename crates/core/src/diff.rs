@@ -11,8 +11,10 @@ use crate::{
     plan::{MeshPlan, Plan, PlannedSlice, TargetPlan},
 };
 
+mod fields;
 mod order;
 
+use fields::{access_fields, differing, peer_fields, policy_fields};
 pub(crate) use order::{PeerOrder, desired_spec, existing_spec, gained_prefixes, lost_prefixes};
 
 /// What a step does with its object.
@@ -452,52 +454,4 @@ impl<'a> Differ<'a> {
             ])
         })
     }
-}
-
-/// Returns the names of the fields that are marked `true`.
-fn differing<const N: usize>(fields: [(&'static str, bool); N]) -> Vec<&'static str> {
-    let differing = fields.into_iter().filter(|(_, differs)| *differs);
-    differing.map(|(field, _)| field).collect()
-}
-
-fn peer_fields(old: &PeerSpec, new: &PeerSpec) -> Vec<&'static str> {
-    differing([
-        ("spec.publicKey", old.public_key != new.public_key),
-        ("spec.allowedIPs", old.allowed_ips != new.allowed_ips),
-        ("spec.endpoint", old.endpoint != new.endpoint),
-        (
-            "spec.persistentKeepalive",
-            old.persistent_keepalive != new.persistent_keepalive,
-        ),
-        (
-            "metadata.annotations",
-            old.candidates != new.candidates || old.role != new.role,
-        ),
-    ])
-}
-
-fn policy_fields(old: &PolicySpec, new: &PolicySpec) -> Vec<&'static str> {
-    differing([
-        ("spec.sources", old.sources != new.sources),
-        ("spec.networks", old.networks != new.networks),
-        ("spec.allow", old.allow != new.allow),
-        ("spec.deny", old.deny != new.deny),
-        (
-            "spec.infrastructurePorts",
-            old.infrastructure_ports != new.infrastructure_ports,
-        ),
-        ("spec.anchored", old.anchored != new.anchored),
-        // A closed PeerPolicy has an isolation profile other than cluster-meshed.
-        ("spec.isolationProfile", old.closed != new.closed),
-    ])
-}
-
-fn access_fields(old: &AccessSpec, new: &AccessSpec) -> Vec<&'static str> {
-    differing([
-        ("spec.sandbox", old.sandbox != new.sandbox),
-        ("spec.sandboxID", old.id != new.id),
-        ("spec.networks", old.networks != new.networks),
-        ("spec.nodes", old.nodes != new.nodes),
-        ("spec.grants", old.grants != new.grants),
-    ])
 }

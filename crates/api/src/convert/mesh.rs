@@ -197,10 +197,8 @@ impl Reader {
                 "is empty: list the cluster's pod, WireGuard and Service networks",
             );
         }
-        let anchored = entry
-            .anchored_networks
-            .as_ref()
-            .map(|texts| self.read_anchored(path, texts, &allowed));
+        let anchored = entry.anchored_networks.as_ref();
+        let anchored = anchored.map(|texts| self.read_anchored(path, texts, &allowed));
         if entry.anchors == 0 {
             self.problem(format!("{path}.anchors"), "must be at least 1");
         }
