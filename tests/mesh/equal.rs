@@ -52,8 +52,8 @@ async fn masqueraded_tenants_with_equal_networks_share_a_hub() {
         tenants: [tenant(TENANTS[0]).await, tenant(TENANTS[1]).await],
         product,
     };
-    let (of_hub, of_second) = (format!("[{EXPORT}]"), EGRESS.replacen(']', &format!(", {EXPORT}]"), 1));
-    let egress = [(HUB, &*of_hub), (TENANTS[0], EGRESS), (TENANTS[1], &*of_second)];
+    let (hub_egress, second_egress) = (format!("[{EXPORT}]"), EGRESS.replacen(']', &format!(", {EXPORT}]"), 1));
+    let egress = [(HUB, &*hub_egress), (TENANTS[0], EGRESS), (TENANTS[1], &*second_egress)];
     let mesh = env.product.mesh_masqueraded(&TENANTS, &egress);
     env.product.mesh_up(&mesh).await.unwrap();
 
@@ -70,7 +70,7 @@ async fn masqueraded_tenants_with_equal_networks_share_a_hub() {
 }
 
 impl TestEnv<'_> {
-    /// Addresses of the tenants' pods are equal, so a pod of the hub sees the WireGuard address of the client's node.
+    /// The tenants are masqueraded, so a pod of the hub sees the WireGuard address of the client's node.
     async fn pods_reach_hub_from_their_nodes_address(&self, tenant: &Tenant<'_>) {
         for from in &tenant.webs {
             let node = wireguard(&tenant.cluster, &from.node).await;
@@ -158,11 +158,11 @@ impl TestEnv<'_> {
     async fn peers_contain_only_wireguard_addresses_of_tenants(&self) {
         let peers = json(&self.hub, &["get", "peers"]).await;
         let peers = peers["items"].as_array().unwrap();
-        let ranges = |peer: &Value| peer["spec"]["allowedIPs"].as_array().unwrap().clone();
+        let allowed_ips = |peer: &Value| peer["spec"]["allowedIPs"].as_array().unwrap().clone();
         let is_gateway = |peer: &&Value| peer["metadata"]["annotations"]["kilo-clustermesh.io/gateway"] == "true";
         let (of_gateways, of_nodes): (Vec<&Value>, Vec<&Value>) = peers.iter().partition(is_gateway);
         assert_eq!(of_gateways.len(), 2);
-        let mut found: Vec<Value> = of_nodes.into_iter().flat_map(ranges).collect();
+        let mut found: Vec<Value> = of_nodes.into_iter().flat_map(allowed_ips).collect();
         let mut wanted = vec![];
         for tenant in &self.tenants {
             for web in &tenant.webs {

@@ -12,7 +12,7 @@ use serde_json::Value;
 
 use crate::setup::{HUB, MEMBER, PATIENCE, assert_answers, expected_answer, host, json, pod, wireguard};
 
-/// Each of the two members mirrors the web servers of the other under the name `other-web`.
+/// The `egress` of a member that mirrors the web servers of `exporter`, the other member, under the name `other-web`.
 fn egress(exporter: &str) -> String {
     format!(
         "[{{service: {{cluster: {exporter}, namespace: default, name: web}}, as: {{namespace: default, name: other-web}}}}]"
@@ -64,7 +64,7 @@ async fn pods_and_hosts_reach_pods_with_own_address(lab: &Lab, hub_webs: &[Runni
             let node = lab.node(&from.node);
             let host_source = match wireguard(&node.cluster(), node.name()).await {
                 IpAddr::V4(_) => first_address_of_range(v6(from)),
-                v6 => v6,
+                address => address,
             };
             for to in servers {
                 let url = url(v6(to), 8080);

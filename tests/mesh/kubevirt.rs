@@ -1,8 +1,8 @@
 //! Tests a member whose two workers are pods of the hub, as with KubeVirt, on two nodes of the hub whose pod network is a VXLAN. A worker's
 //! eth0 has the address of a hub pod, and its API server has a ClusterIP of the hub; both are inside the mesh's networks. Outer packets
 //! and packets to the API server, the resolver and the other worker use eth0, and clients that connect to eth0 get replies from it. All
-//! other packets to the hub use the tunnel or are dropped. A worker may move to another node of the hub. As a sandbox, the member enters the hub through gateways. It also reaches the hub over the
-//! underlay, until NetworkPolicies leave only the gateways' WireGuard port open.
+//! other packets to the hub use the tunnel or are dropped. A worker may move to another node of the hub. At the end the member becomes a
+//! sandbox and enters the hub through gateways. The sandbox also reaches the hub over the underlay, until NetworkPolicies close it.
 
 mod address;
 mod boundary;
@@ -29,7 +29,7 @@ const SIBLING: &str = "kv-2";
 /// Mirrors the hub's web servers in the member under the name `hub-web`.
 const EGRESS: &str =
     "[{service: {cluster: mgmt, namespace: default, name: web}, as: {namespace: default, name: hub-web}}]";
-/// Ports at which the worker's host serves HTTP and echoes datagrams. The sockets are bound to no address, so the
+/// Ports at which servers in each worker's host network serve HTTP and echo datagrams. The sockets are bound to no address, so the
 /// kernel chooses the source address of replies.
 const HTTP_PORT: u16 = 9090;
 const ECHO_PORT: u16 = 9091;
@@ -136,7 +136,7 @@ impl<'a> TestEnv<'a> {
         env
     }
 
-    /// Starts the servers on the hosts of the workers.
+    /// Starts the servers in the host networks of both workers.
     async fn serve(&mut self) {
         for worker in [WORKER, SIBLING] {
             self.serve_on(worker).await;
@@ -175,8 +175,8 @@ impl<'a> TestEnv<'a> {
         address.as_str().unwrap().split_once('/').unwrap().0.parse().unwrap()
     }
 
-    /// Requests the API server from the host and from a pod: at the hub's ClusterIP, which kubelet and kube-proxy use, and at the
-    /// ClusterIP of the member's Service `kubernetes`, which pods use.
+    /// Requests the API server from the worker's host network and from a pod: at the hub's ClusterIP, which kubelet and kube-proxy use,
+    /// and at the ClusterIP of the member's Service `kubernetes`, which pods use.
     async fn api_server_answers(&self, when: &str) {
         let service_ip = self.member.plan().api_service_ip();
         for client in [host(), pod(&self.webs[0])] {
@@ -305,8 +305,8 @@ impl<'a> TestEnv<'a> {
     }
 
     /// Captured packets that the worker sent through eth0 into the hub's networks or to the hub's nodes. Ignored are WireGuard packets,
-    /// packets to the API server, the resolver, the other worker and the next hop, replies of the host's servers and of NodePorts, and ICMP errors
-    /// about closed ports, such as WireGuard's.
+    /// packets to the API server, the resolver, the other worker and the next hop, replies of the servers in the host network and of
+    /// NodePorts, and ICMP errors about closed ports, such as WireGuard's.
     async fn unencrypted(&self, captured: &Captured) -> Vec<String> {
         let hub = self.lab.cluster(HUB);
         let plan = hub.plan();

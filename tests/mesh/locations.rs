@@ -152,7 +152,7 @@ impl TestEnv<'_> {
         .unwrap();
     }
 
-    /// From pods and from nodes.
+    /// Pings each node from every pod and from every node.
     async fn nodes_are_reached_at_their_addresses(&self) {
         for from in &self.webs {
             for to in &self.webs {
@@ -210,7 +210,7 @@ impl TestEnv<'_> {
         }
     }
 
-    /// The node in cloud A is moved into cloud B, where it uses the network of that location, and back.
+    /// Gives the node in cloud A the location label of cloud B, so that the two nodes use no tunnel to each other, and then its own again.
     async fn node_is_followed_into_another_location(&self) {
         let (from, to) = (self.web("tenant-a-3"), self.web("tenant-a-4"));
         let probe = self.lab.probe_program().unwrap();

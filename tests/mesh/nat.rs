@@ -216,8 +216,8 @@ impl TestEnv<'_> {
     }
 
     /// A cable connects both private networks, while the NATs still drop the packets that each tenant sends to the public addresses of
-    /// the other: so it is for nodes behind one router that does not forward to its own public address. A new first candidate that is
-    /// silent changes no endpoint.
+    /// the other: so it is for nodes behind one router that does not forward to its own public address. A new first candidate that
+    /// does not answer changes no endpoint.
     async fn nodes_in_one_private_network_use_private_addresses(&self) {
         let [a, b] = &self.tenant_webs;
         self.lab.join_private_networks(TENANTS).await.unwrap();

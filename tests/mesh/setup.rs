@@ -257,12 +257,12 @@ pub(crate) async fn json(cluster: &Cluster<'_>, args: &[&str]) -> Value {
     serde_json::from_str(&cluster.kubectl(args).await.unwrap().stdout).unwrap()
 }
 
-/// The nodes whose Peers in `observer` have `network` as an allowed IP. While the anchor moves, these are two nodes.
+/// The nodes whose Peers in `observer` have `network` as an allowed IP. While the anchor moves, these can be two nodes.
 pub(crate) async fn anchors_of(network: &str, observer: &Cluster<'_>) -> Vec<String> {
     let peers = json(observer, &["get", "peers"]).await;
     let has_network = |peer: &&Value| {
-        let ranges = peer["spec"]["allowedIPs"].as_array().unwrap();
-        ranges.iter().any(|range| range == network)
+        let allowed_ips = peer["spec"]["allowedIPs"].as_array().unwrap();
+        allowed_ips.iter().any(|net| net == network)
     };
     let node = |peer: &Value| {
         let name = peer["metadata"]["name"].as_str().unwrap();
@@ -330,8 +330,8 @@ pub(crate) fn as_v4(address: IpAddr) -> std::net::Ipv4Addr {
     }
 }
 
-/// Fetches a MiB of random bytes over TCP from one pod to the other, and compares the checksums. First deletes the path MTUs that the kernel
-/// learned from earlier packets of the pods, so that only MSS clamping limits TCP segments.
+/// Pod `from` fetches a MiB of random bytes over TCP from pod `to`, and the checksums are compared. First deletes the path MTUs that the
+/// kernel learned from earlier packets of the pods, so that only MSS clamping limits TCP segments.
 pub(crate) async fn fetch_mebibyte(lab: &Lab, from: &RunningPod, to: &RunningPod) {
     for web in [from, to] {
         lab.run_at(&pod(web), &["ip", "route", "flush", "cache"]).await.unwrap();

@@ -1,6 +1,6 @@
 //! Tests a hub with `podNetwork: Shared`, the setting for CNIs whose pod addresses are independent of Node.podCIDRs
 //! (kube-ovn, or pools of Calico or Cilium). An exported pod is reached on the node that runs it, every other pod
-//! through the anchor. Pods of the hub are masqueraded.
+//! through the anchor. Packets from pods of the hub have their node's WireGuard address as the source.
 
 mod roaming;
 

@@ -1,5 +1,5 @@
 //! Tests a sandbox that enters a cluster without agents, on whole clusters. First the hub's nodes run no agent, later
-//! kg (simulated by its annotations). The hub's pod network is Shared, packets between its nodes bypass netfilter, and
+//! kg (simulated by its annotations), and packets between its pods bypass netfilter. The hub's pod network is Shared, and
 //! sandboxes dial the gateways at NodePorts. The sandbox reaches its grants and nothing else.
 
 use std::{
@@ -312,7 +312,7 @@ impl<'a> TestEnv<'a> {
             for args in kernel {
                 text += &node.exec(args).await.unwrap().stdout;
             }
-            // Positive control: the output contains the underlay address of the sandbox's node, which may appear.
+            // Positive control: the output contains the addresses of the gateway's pod and of the sandbox's node on the underlay.
             let underlay_address = self.lab.node(&self.sandbox_web.node).address().to_string();
             assert!(
                 text.contains(&gateway.pod.to_string()) && text.contains(&underlay_address),

@@ -58,7 +58,8 @@ async fn agents_with_wrong_clocks_connect_and_restart() {
     clusters.wait_until_reaches(mgmt, tenant).await;
     env.assert_reach_each_other().await;
 
-    // The clock that was ahead is corrected. The other node ignores initiations that are older than the last one, but its own work.
+    // The clock that was ahead is corrected. The tenant's node ignores initiations that are not newer than the last accepted one.
+    // The initiations that it sends itself still work.
     kill(ahead).await;
     let old_initiations = env.replayed(tenant).await;
     let _corrected = env.start(mgmt, "corrected", 0).await;
@@ -95,7 +96,7 @@ async fn kill(mut agent: Running) {
 }
 
 impl TestEnv<'_> {
-    /// Starts an agent whose clock is wrong by so many seconds, and waits until it is ready.
+    /// Starts an agent whose clock is wrong by `skew` seconds, and waits until it is ready.
     async fn start(&self, site: &Site, log: &str, skew: i64) -> Running {
         let variables = [
             format!("LD_PRELOAD={}", self.library.display()),
@@ -111,9 +112,9 @@ impl TestEnv<'_> {
             .expect("a clock")
             .as_secs_f64();
         #[expect(clippy::cast_precision_loss)]
-        let real_age = now + skew as f64 - started;
+        let age = now + skew as f64 - started; // by the agent's clock
         assert!(
-            (-60.0..600.0).contains(&real_age),
+            (-60.0..600.0).contains(&age),
             "the agent's clock is not wrong: {started}, {now}"
         );
         agent

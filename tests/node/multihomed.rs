@@ -51,14 +51,14 @@ async fn full_tunnel_vpn(clusters: &TwoClusters) -> ([Pod; 2], [Running; 2]) {
     clusters.write_all_peers().await;
     wait_for_rules(clusters, tenant, "1001:\tnot from all fwmark").await;
 
-    // The VPN starts after the agent: the kernel puts its rules before the first rule.
+    // The VPN starts after the agent: the kernel puts the VPN's rules before the agent's.
     let client = vpn.connect(tenant).await;
     assert_pods_reach_each_other(clusters, &pods).await;
     let through_vpn = endpoint(clusters, mgmt).await;
     assert!(through_vpn.starts_with(SERVER), "{through_vpn}");
     wait_for_mtu(clusters, tenant, 1360).await;
 
-    // The agent starts after the VPN: the kernel runs its chains before the VPN's of the same priority.
+    // The agent starts after the VPN: the kernel runs the agent's chains before the VPN's of the same priority.
     second.terminate(TIMEOUT).await.expect("the agent stops");
     clusters
         .host(tenant)
@@ -77,7 +77,8 @@ async fn full_tunnel_vpn(clusters: &TwoClusters) -> ([Pod; 2], [Running; 2]) {
     (pods, [first, second])
 }
 
-/// A second cable connects the nodes, and the first network drops their outer packets. The kernel checks reverse paths strictly.
+/// A second cable connects the nodes, and both drop outer packets that arrive from the first network. The kernel checks reverse paths
+/// strictly.
 async fn second_network(clusters: &TwoClusters, pods: &[Pod; 2]) {
     let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
     let mut cables = "ip link add br1 type bridge; ip link set br1 up\n".to_owned();

@@ -1,5 +1,5 @@
-//! Tests that each claim of a Node that is wrong for its place costs only that Node, or only that endpoint or prefix, and that status,
-//! `clustermeshctl plan` and `clustermeshctl explain` give the reason.
+//! Tests that each invalid claim of a Node costs only that Node, or only that endpoint or prefix, and that status, `clustermeshctl plan`
+//! and `clustermeshctl explain` give the reason.
 
 use std::{collections::BTreeMap, process::ExitCode};
 
@@ -47,7 +47,8 @@ const SKIPPED: [(u8, &str, &str); 7] = [
     (8, "PodCIDRDuplicate", "podCIDR 10.2.1.0/24 belongs to Node tenant-a-1"),
 ];
 
-/// Creates the Nodes of tenant-a. Only the first one is valid. Its name is the first, so it counts as the oldest.
+/// Creates the Nodes of tenant-a. Only the first one is entirely valid. It is the oldest: Nodes that are created in the same
+/// second are ordered by name.
 async fn create_nodes(env: &TestEnv) {
     let annotate = |node: &mut Value, name: &str, value: &str| node["metadata"]["annotations"][name] = json!(value);
     let create = async |n: u8, change: &dyn Fn(&mut Value)| {
@@ -65,13 +66,13 @@ async fn create_nodes(env: &TestEnv) {
         node["spec"] = json!({"podCIDR": "10.2.1.0/24", "podCIDRs": ["10.2.1.0/24"]})
     })
     .await;
-    // Nodes that keep a Peer. Node 9 has the address of Node 1.
+    // Nodes 9 to 11 keep a Peer. Node 9 has the address of Node 1.
     create(9, &|node| {
         annotate(node, names::KILO_ENDPOINT, "198.51.2.1:51820");
         node["status"]["addresses"][0]["address"] = json!("198.51.2.1");
     })
     .await;
-    // A part of the podCIDR of Node 1, and a network of mgmt.
+    // Node 10 claims a part of the podCIDR of Node 1, and a network of mgmt.
     create(10, &|node| {
         annotate(node, names::KILO_ALLOWED_LOCATION_IPS, "10.2.1.128/25,10.1.0.0/24")
     })
@@ -84,7 +85,7 @@ async fn create_nodes(env: &TestEnv) {
 }
 
 /// Messages of the condition Degraded about endpoints and prefixes that are left out of a Peer. The condition shows at most five
-/// problems, and one more is the message about the skipped Nodes.
+/// problems: here the message about the skipped Nodes and these four.
 const LEFT_OUT: [&str; 4] = [
     "cluster \"tenant-a\": Nodes tenant-a-1 and tenant-a-9 both have the endpoint 198.51.2.1:51820, where at most one of them answers",
     "cluster \"tenant-a\": 198.51.2.1/32 of Node tenant-a-9 also belongs to Node tenant-a-1, which keeps it",

@@ -1,4 +1,4 @@
-//! Merges the kubeconfigs of several clusters, as a person has them.
+//! Merges the kubeconfigs of several clusters into one.
 
 use clustermesh_lab::Cluster;
 use kube::config::Kubeconfig;

@@ -1,6 +1,7 @@
 //! Compiles Peers, PeerPolicies and the properties of this node into the desired state of its kernel.
 //!
-//! An invalid Peer is left out, and so is an invalid network of a PeerPolicy; each is reported as a [`Refused`]. The rest is used.
+//! Leaves out invalid Peers, invalid networks of PeerPolicies, and invalid allowed IPs of Peers that describe this cluster's own nodes.
+//! Reports each of these as a [`Refused`].
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -66,7 +67,7 @@ pub struct Peer {
     pub revision: u64,
     /// `spec.publicKey`.
     pub public_key: PublicKey,
-    /// `spec.presharedKey`.
+    /// `spec.presharedKey`. wg-agent passes no Peer that has one.
     pub preshared_key: Option<PresharedKey>,
     /// `spec.endpoint`, resolved.
     pub endpoint: Option<SocketAddr>,
@@ -77,7 +78,8 @@ pub struct Peer {
     pub keepalive: Option<NonZeroU16>,
     /// `spec.allowedIPs`.
     pub allowed_ips: Vec<IpNet>,
-    /// What the Peer describes. A node of this cluster is in another location.
+    /// What the Peer describes. [`PeerRole::OwnNode`] = a node of this cluster in another location than this node: Peers for nodes of this
+    /// node's location are not passed.
     pub role: PeerRole,
 }
 
@@ -87,8 +89,8 @@ pub struct Inputs {
     /// This node.
     pub node: Node,
     /// Destinations that the underlay needs although they may lie in a mesh network: next hops, resolvers, the other nodes' InternalIPs,
-    /// `--bypass-cidr`. They get `throw` routes, and so do the addresses of `api_servers`. Destinations outside the mesh networks have no
-    /// effect.
+    /// `--bypass-cidr`. They get `throw` routes, and so do the addresses of `api_servers`. Destinations outside the mesh networks, and
+    /// those that are an allowed IP of an own node's Peer, have no effect.
     pub throw: BTreeSet<IpNet>,
     /// The API server: its ClusterIP and its endpoints.
     pub api_servers: BTreeSet<SocketAddr>,
@@ -137,7 +139,7 @@ pub fn compile(inputs: &Inputs) -> Compiled {
 
     let mesh = aggregate(networks.iter().chain(peers.iter().flat_map(|p| &p.allowed_ips)));
     let api = inputs.api_servers.iter().map(|a| host(a.ip().to_canonical()));
-    // Nodes in other locations are reached through the tunnel, also if the CNI has a route by their address.
+    // `inputs.throw` contains the InternalIPs of all other nodes. Nodes in other locations are reached through the tunnel nevertheless.
     let own_nodes = peers.iter().filter(|p| matches!(p.peer.role, PeerRole::OwnNode(_)));
     let own_nodes: BTreeSet<IpNet> = own_nodes.flat_map(|p| &p.allowed_ips).copied().collect();
     let throw: BTreeSet<IpNet> = inputs
@@ -242,7 +244,7 @@ pub fn published(node: &Node, policies: &[PolicySpec]) -> BTreeSet<IpNet> {
     out
 }
 
-/// A Peer to program, without the allowed IPs that a newer Peer has.
+/// A Peer to program, without the allowed IPs that are refused or that a newer Peer has.
 struct Accepted<'a> {
     peer: &'a Peer,
     allowed_ips: BTreeSet<IpNet>,
@@ -316,8 +318,8 @@ fn accept_peers<'a>(inputs: &'a Inputs, networks: &BTreeSet<IpNet>, refused: &mu
     out
 }
 
-/// Allowed IPs of the Peers that describe nodes of this cluster, aggregated. WireGuard binds a source to the peer with the longest prefix, so a
-/// network that contains an allowed IP of another member is left out: packets with such a source may be from that member.
+/// Allowed IPs of the Peers that describe nodes of this cluster, aggregated. WireGuard binds a source to the peer with the longest prefix,
+/// so a network that contains an allowed IP of another member is left out: packets from that network may be from that member.
 fn own_cluster_networks(peers: &[Accepted<'_>]) -> BTreeSet<IpNet> {
     let (own, others): (Vec<_>, Vec<_>) = peers.iter().partition(|p| matches!(p.peer.role, PeerRole::OwnNode(_)));
     let others: BTreeSet<IpNet> = others.iter().flat_map(|p| &p.allowed_ips).copied().collect();

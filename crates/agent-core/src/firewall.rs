@@ -111,7 +111,7 @@ pub struct Sets {
     pub nodes: BTreeSet<IpAddr>,
     /// Pod CIDRs of the other nodes. Infrastructure ports in them are closed, except through a Service.
     pub pods_elsewhere: BTreeSet<IpNet>,
-    /// Networks of members whose policy is closed. Packets from and to them are dropped.
+    /// Networks and sources of closed PeerPolicies. Packets from and to them are dropped.
     pub closed: BTreeSet<IpNet>,
 }
 

@@ -1,8 +1,8 @@
-//! The numbers and names that mark kernel state as the agent's own: routing tables, rule priorities, mark bits, metrics. Also the limit
+//! The numbers and names in the agent's kernel state: routing tables, rule priorities, mark bits, metrics. Also the limit
 //! [`MAX_ALLOWED_IPS`].
 //!
-//! The numbers and names are fixed, so an agent finds the kernel state of an earlier process even if the flags differ. Observed state is
-//! filtered by them, so the agent never changes the state of other programs.
+//! They are fixed, so an agent finds the kernel state of an earlier process even if the flags differ. The agent recognizes its routes and
+//! rules by [`PROTOCOL`] and its nftables table by [`NFT_TABLE`], so it never changes the state of other programs.
 
 /// Routing table of the mesh prefixes.
 pub const TABLE: u32 = 5182;
@@ -21,8 +21,8 @@ pub const RULE_MESH: u32 = 1001;
 /// Cilium writes a security identity into the upper 16 bits of the marks of pods' packets, and so often sets our bits. It then always sets
 /// at least one of the four bits, too (`MARK_MAGIC_*` in bpf/lib/common.h, 0x0200 to 0x0F00), so such a mark never equals one of ours.
 /// kube-proxy uses 0x4000 and 0x8000. Calico's default IptablesMarkMask is 0xffff0000, of which Calico uses 0x000f0000. With kube-proxy in
-/// IPVS mode, Calico uses the whole mask: then the user must exclude our two bits from it. A mask of only 0x000f0000 is too small for
-/// IPVS mode.
+/// IPVS mode, Calico uses the whole mask: then the user must exclude our two bits from IptablesMarkMask. A mask of only 0x000f0000 is too
+/// small for IPVS mode.
 pub const MARK_MASK: u32 = 0x0030_0F00;
 /// Our two bits in the mark of a conntrack entry.
 pub const CONNECTION_MASK: u32 = 0x0030_0000;
@@ -44,7 +44,7 @@ pub const METRIC_FALLBACK: u32 = 4095;
 /// Metric of the `unreachable` routes, the last fallback.
 pub const METRIC_UNREACHABLE: u32 = 4096;
 
-/// Name of the one nftables table, of family inet.
+/// Name of the agent's nftables table, of family inet. (`wg-agent rotate-key` has another one for its own rules.)
 pub const NFT_TABLE: &str = "clustermesh";
 /// A Peer with more allowedIPs is refused. Bounds the work of [`crate::compile()`] and the kernel.
 pub const MAX_ALLOWED_IPS: usize = 1000;

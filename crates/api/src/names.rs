@@ -54,7 +54,7 @@ pub const ALLOWED_FROM: &str = "kilo-clustermesh.io/allowed-from";
 pub const PEER_ENDPOINTS: &str = "kilo-clustermesh.io/endpoints";
 /// Peer annotation with the value `true`: the Peer describes a gateway.
 pub const PEER_GATEWAY: &str = "kilo-clustermesh.io/gateway";
-/// Peer annotation: location of the described node, if it is a node of the same cluster.
+/// Peer annotation: location of the described node, if it is a node of the cluster in which the Peer is.
 pub const PEER_LOCATION: &str = "kilo-clustermesh.io/location";
 /// Node annotation: the status of wg-agent, JSON.
 pub const NODE_AGENT: &str = "kilo-clustermesh.io/agent";

@@ -1,4 +1,4 @@
-//! A parsed `ClusterMesh`: the entries and grants that the operator wrote, and what earlier plans recorded in the status.
+//! A parsed `ClusterMesh`: the entries and grants that users wrote, and what earlier plans recorded in the status.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -54,7 +54,7 @@ pub struct Mesh {
     /// `metadata.deletionTimestamp` is set: nothing is planned for the mesh, so everything that it owns is deleted. A paused
     /// mesh keeps its objects.
     pub deleting: bool,
-    /// `kilo-clustermesh.io/adopt-hub`: objects that have this hub label and the labels of this mesh are taken over.
+    /// `kilo-clustermesh.io/adopt-hub`: objects that have this value as hub label and the labels of this mesh are taken over.
     pub adopt_hub: Option<String>,
     /// `spec.clusters`, in the order they were written.
     pub clusters: Vec<Cluster>,
@@ -192,20 +192,20 @@ pub struct Cluster {
     /// Which addresses of the member appear as sources in the mesh. A sandbox is always masqueraded; see [`Cluster::effective_addressing`].
     pub addressing: Addressing,
     /// `allowedNetworks`, without host bits. The planner replaces them by the accepted networks (docs/glossary.md). Peers of this member
-    /// contain only addresses in the accepted networks.
+    /// in other members contain only addresses in the accepted networks.
     pub allowed: Vec<IpNet>,
-    /// `anchoredNetworks`; `None` = the networks of `allowed` in which no Node's prefix lies, and those in `previous_anchors`.
+    /// `anchoredNetworks`; `None` = each network of `allowed` that contains no Node's prefix, or that is in `previous_anchors`.
     pub anchored: Option<Vec<IpNet>>,
     /// `status.clusters[].anchored`: the networks that an earlier plan anchored, with the nodes whose Peers contained them.
     /// Without `anchored`, a network of `allowed` that is listed here stays anchored, even if a Node claims a part of it.
     pub previous_anchors: BTreeMap<IpNet, BTreeSet<String>>,
-    /// The number of nodes among which each anchored network is divided, at least 1.
+    /// The number of nodes over which the anchored networks are spread, at least 1.
     pub anchors: u16,
     /// Whether podCIDRs contain the pods' addresses.
     pub pod_network: PodNetwork,
     /// Whether nodes of different locations have tunnels to each other.
     pub locations: Locations,
-    /// Pods published as host routes on the node that runs them (`Shared` only).
+    /// Pods whose addresses (/32 or /128) are in the allowed IPs of the node that runs them (`Shared` only).
     pub exports: Vec<Export>,
     /// UDP port of Nodes that publish no endpoint.
     pub wireguard_port: u16,
@@ -243,7 +243,7 @@ impl Cluster {
     }
 }
 
-/// Pods of a `Shared` network that get host routes: one namespace, selected by labels.
+/// Pods of a `Shared` network whose addresses are published one by one: one namespace, selected by labels.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Export {
     /// The pods' namespace.

@@ -24,7 +24,8 @@ pub use gateways::{AccessNode, AccessSpec, Gateway, GrantedPort};
 /// An observed value and how current it is. **No delete is ever derived from a value that is not `Fresh`.**
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Observation<T> {
-    /// Listed completely, and the watches are running. What the controller may not read is left out; that is never Nodes or Peers.
+    /// Listed completely, and the watches are running. Kinds and namespaces that the controller has no right to read are left out.
+    /// Without the right to read Nodes or Peers, the value is not fresh.
     Fresh(T),
     /// Was listed completely, but now the API server does not answer, or a list or watch fails or exceeds its limits. The last value,
     /// and the reason.
@@ -230,7 +231,7 @@ pub struct Node {
     pub granularity: Option<Granularity>,
     /// `kilo.squat.ai/leader` exists, with any value: kg prefers the node as the leader of its location.
     pub is_preferred_leader: bool,
-    /// kg has stopped checking in for this node ([`crate::checkin`]), even if wg-agent serves it now. So the planner uses
+    /// kg has stopped checking in for this node ([`crate::checkin`]). Also true if wg-agent has replaced kg, so the planner uses
     /// [`Self::is_silent`]. The times of check-ins are not in the planner's input, because each check-in would change it.
     pub silent: bool,
     /// `kilo.squat.ai/allowed-location-ips`.
@@ -303,7 +304,7 @@ pub enum PeerRole {
     #[default]
     Node,
     /// A node of the target's own cluster, in this location (`kilo-clustermesh.io/location`). Only the cluster's nodes in other
-    /// locations use the Peer.
+    /// locations add it to their device. The node itself reads from it which of its addresses they accept as sources.
     OwnNode(String),
     /// A gateway of another member (`kilo-clustermesh.io/gateway`), which accepts only the WireGuard addresses of the target's nodes as
     /// sources.

@@ -41,8 +41,8 @@ pub use result::{
 };
 pub use settings::{INFRASTRUCTURE_PORTS, InfrastructurePort, Settings, SettingsError};
 
-/// How long a held node keeps its last Peer. A node is held if its annotations are missing, or if its WireGuard address is a
-/// duplicate while kg assigns new addresses (rule 9).
+/// How long a held node keeps its last Peer. A node is held if its key or WireGuard address is missing, or if its WireGuard
+/// address is a duplicate while kg assigns new addresses (rule 9).
 pub const HOLD: Duration = Duration::from_secs(300);
 
 /// Held nodes are reported only after this time, because a restart of kg takes just seconds.
@@ -57,13 +57,14 @@ pub trait Naming {
     fn peer(&self, mesh: &MeshId, cluster: &str, node: &str, is_name_taken: bool) -> String;
     /// Name of the PeerPolicy, or SandboxAccess, that limits `cluster`. `is_name_taken` as in [`Self::peer`].
     fn policy(&self, mesh: &MeshId, cluster: &str, is_name_taken: bool) -> String;
-    /// The id by which SandboxAccesses distinguish the sandboxes of a hub.
+    /// The id by which SandboxAccesses distinguish the importers of a hub.
     fn sandbox_id(&self, identity: &ClusterIdentity) -> String;
     /// Name of the `index`-th EndpointSlice of a mirrored Service for one IP family.
     fn slice(&self, mesh: &MeshId, service: &ObjectName, v6: bool, index: usize) -> String;
 }
 
-/// Plans all meshes. The result does not depend on the order of `meshes` or of observed lists.
+/// Plans all meshes. The result does not depend on the order of `meshes`, nor on that of observed lists except the addresses and podCIDRs
+/// of a Node.
 #[must_use]
 pub fn plan(meshes: &[Mesh], seen: &Observations, settings: &Settings, naming: &dyn Naming) -> Plan {
     let by_age = by_age(meshes);

@@ -1,4 +1,4 @@
-//! Captures packets on the underlay, or on a node's eth0, with tcpdump.
+//! Captures packets on the underlay, or on one or all links of a node, with tcpdump.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -8,7 +8,7 @@ use nix::sys::signal::Signal;
 use crate::command::{self, Running, argv};
 use crate::{Lab, Node, Result};
 
-/// A running capture of the frames on the underlay's bridge, or on one node's eth0, that match a filter.
+/// A running capture of the frames that match a filter: on the underlay's bridge, on one node's eth0, or on all links of a node.
 #[derive(Debug)]
 pub struct Capture {
     tcpdump: Running,

@@ -11,9 +11,9 @@
 //!        |  control.sock            |-- node mgmt-1: pid 1 -> containerd, kubelet, kube-proxy, lab CNI
 //!        +------------------------->|-- node tenant-a-1 ...
 //! ```
-//! When the pipe closes, for any reason, the supervisor takes everything down. If the supervisor is killed, the kernel kills all
-//! processes of its pid namespace. Then nothing keeps the lab's network namespaces and mounts alive. So even `kill -9` of the
-//! supervisor leaves only cgroup directories and plain files, which the next lab removes.
+//! When the pipe closes, for any reason, the supervisor takes everything down, except after [`Lab::keep`]. If the supervisor is
+//! killed, the kernel kills all processes of its pid namespace. Then nothing keeps the lab's network namespaces and mounts alive. So even
+//! `kill -9` of the supervisor leaves only cgroup directories and plain files, which the next lab removes.
 #![forbid(unsafe_code)]
 
 mod attack;

@@ -26,7 +26,7 @@ pub struct LabPlan {
     pub clusters: Vec<ClusterPlan>,
 }
 
-/// One cluster. Clusters may have equal Pod and Service ranges, because nothing outside a cluster routes them.
+/// One cluster. Clusters may have equal Pod and Service ranges, because the underlay does not route them.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ClusterPlan {
     /// Name, a DNS label of at most 40 characters. Nodes are called `<name>-<n>`, n from 1.
@@ -46,7 +46,7 @@ pub struct ClusterPlan {
     /// The network to which the nodes are connected.
     #[serde(default)]
     pub node_network: NodeNetwork,
-    /// The first node that is on the underlay although the others are in `node_network`; `None` = all nodes are in `node_network`.
+    /// For [`NodeNetwork::Nat`]: nodes with this number or a higher one are on the underlay. `None` = all nodes are in `node_network`.
     #[serde(default)]
     pub first_underlay_node: Option<u8>,
     /// The IPv6 ranges. The first family of a dual-stack cluster is IPv4. If the cluster has IPv6 only, the IPv4 ranges are unused.

@@ -283,8 +283,8 @@ impl<'a> Product<'a> {
         text
     }
 
-    /// Does the same as [`Product::mesh`], with some `cluster-meshed` members as masqueraded ones. Such a member's `allowedNetworks` is
-    /// only its WireGuard range.
+    /// Does the same as [`Product::mesh`], with some `cluster-meshed` members as masqueraded ones. The `allowedNetworks` of such a
+    /// member are only its WireGuard range and, if it has gateways, their ranges.
     #[must_use]
     pub fn mesh_masqueraded(&self, masqueraded: &[&str], egress: &[(&str, &str)]) -> String {
         let sandboxed = self.mesh_with(masqueraded, egress);

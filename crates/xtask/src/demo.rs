@@ -49,9 +49,9 @@ enum Scenario {
     Mesh,
     /// Adds a third cluster for untrusted code, which reaches only the Service that is granted to it.
     Sandbox,
-    /// Connects two tenants whose nodes are behind NATs with each other and with the hub.
+    /// Connects two tenants, whose nodes are behind NATs, to each other and to the hub.
     Nat,
-    /// Connects two tenants with equal pod and Service networks with one hub.
+    /// Connects two tenants that have equal pod and Service networks to one hub.
     EqualCidrs,
     /// Connects the nodes of one tenant in a datacenter and two clouds.
     Locations,

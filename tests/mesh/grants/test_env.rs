@@ -40,7 +40,7 @@ impl Sandbox<'_> {
     /// The socket of a mirrored Service, with the IP family of this sandbox's WireGuard address.
     pub(super) async fn service_socket(&self, name: &str, port: u16) -> SocketAddr {
         let address = self.cluster.cluster_ip("default", name).await.unwrap();
-        // Both sandboxes have one family for their gateways: the first of their Services.
+        // Each sandbox reaches its gateways in one IP family only, which is also the first family of its Services.
         assert_eq!(address.is_ipv4(), self.wireguard.is_ipv4(), "{address}");
         SocketAddr::new(address, port)
     }

@@ -1,6 +1,5 @@
-//! Tests the worker of [`super`] (a node that is a virtual machine in the hub) as a sandbox that enters the hub through
-//! gateways: which sockets it reaches through the tunnel and over the underlay, before and after the shipped
-//! NetworkPolicies are applied.
+//! Tests the member of [`super`] as a sandbox that enters the hub through gateways: which sockets its worker, a pod of the hub,
+//! reaches through the tunnel and over the underlay, before and after the shipped NetworkPolicies are applied.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -12,7 +11,7 @@ use clustermesh_lab::{AGENT_NAMESPACE, Attacker, GATEWAYS, Granted, Lab, Product
 
 use super::{EGRESS, HUB, MEMBER, PATIENCE, TestEnv, WORKER, host, pod, url};
 
-/// The WireGuard port of gateway pods and of the hub's nodes.
+/// The WireGuard port of gateway pods.
 const WIREGUARD_PORT: u16 = 51820;
 
 /// Scans from the worker and from a pod on it, before and after the NetworkPolicies are applied. The worker's agent routes only the
@@ -70,7 +69,7 @@ pub(super) async fn policies_close_underlay_between_sandbox_and_hub(env: &TestEn
         .unwrap();
 
     let applied = Instant::now();
-    // Applies the policies for the first client, which has no effect for the second, and waits for each client.
+    // The first call applies the policies, the second applies them again unchanged. Each call waits until they are in force for its client.
     for from in &clients {
         boundary.enforce(from, &open, &tcp).await.unwrap();
     }
@@ -105,7 +104,7 @@ async fn compromised_gateway_reaches_only_pods_and_api_servers(
     let hub = env.lab.cluster(HUB);
     let plan = hub.plan();
     let is_allowed = |socket: &SocketAddr| match socket.ip() {
-        // ClusterIPs lead to pods. The policy allows the ports of API servers at every address, because it does not contain theirs.
+        // ClusterIPs lead to pods. The policy does not contain the addresses of API servers: it allows their ports at every address.
         IpAddr::V4(ip) => {
             plan.pod_cidr.contains(&ip) || plan.service_cidr.contains(&ip) || [443, 6443].contains(&socket.port())
         }
@@ -179,11 +178,11 @@ async fn granted_service_api_server_and_kubelet_work(
         .await
         .unwrap();
     // Delete the conntrack entry of the old agent's session. The new agent's handshake has the same addresses and
-    // ports, so the hosting node would accept it as part of the old flow, regardless of the policies.
-    let hosting_node = env.worker.host_node().unwrap();
+    // ports, so the worker's host node would accept it as part of the old flow, regardless of the policies.
+    let host_node = env.worker.host_node().unwrap();
     let (worker, port) = (env.worker.address().to_string(), WIREGUARD_PORT.to_string());
     let forget = ["conntrack", "-D", "-p", "udp", "-s", &worker, "--dport", &port];
-    env.lab.node(&hosting_node.name).exec(forget).await.unwrap();
+    env.lab.node(&host_node.name).exec(forget).await.unwrap();
     mirrored_service_answers_through_gateways(env, product, clients).await;
 }
 

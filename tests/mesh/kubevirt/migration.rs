@@ -20,14 +20,14 @@ pub(super) async fn flows_continue_on_another_node(env: &mut TestEnv<'_>) {
         echoes.push(echo);
     }
     let sibling_web = env.webs.iter().find(|web| web.node == SIBLING).unwrap();
-    let eth0 = env.worker.address();
+    let eth0_address = env.worker.address();
     let flows = [
         ("hub pod on its node -> pod, tunnel", pod(hub_web), web.ip),
         ("hub pod on the other node -> pod, tunnel", pod(other_hub_web), web.ip),
         ("pod -> hub pod, tunnel", pod(web), hub_web.ip),
         ("host -> hub pod, tunnel", host(), hub_web.ip),
-        ("hub pod -> eth0", pod(other_hub_web), eth0),
-        ("sibling -> eth0", TrafficClient::Host(SIBLING.to_owned()), eth0),
+        ("hub pod -> eth0", pod(other_hub_web), eth0_address),
+        ("sibling -> eth0", TrafficClient::Host(SIBLING.to_owned()), eth0_address),
         ("pod of the sibling -> pod, CNI", pod(sibling_web), web.ip),
     ];
     let mut watches = vec![];
@@ -36,14 +36,14 @@ pub(super) async fn flows_continue_on_another_node(env: &mut TestEnv<'_>) {
         watch.wait_for_echo_after(0).await.unwrap();
         watches.push((name, watch));
     }
-    let hosts: Vec<String> = env
+    let hub_nodes: Vec<String> = env
         .lab
         .cluster(HUB)
         .nodes()
         .iter()
         .map(|node| node.name().to_owned())
         .collect();
-    for to in [&hosts[1], &hosts[0]] {
+    for to in [&hub_nodes[1], &hub_nodes[0]] {
         let began = unix_millis();
         env.lab.migrate(WORKER, to).await.unwrap();
         let moved = unix_millis();

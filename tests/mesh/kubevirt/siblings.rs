@@ -12,8 +12,8 @@ pub(super) async fn workers_and_their_pods_reach_each_other(env: &TestEnv<'_>) {
         let answer = env.wait_for_answer(&client, &url(to.address(), HTTP_PORT)).await;
         assert_eq!(answer, expected_answer(to.name(), to.name(), from.address()));
     }
-    let [ours, theirs] = [WORKER, SIBLING].map(|worker| env.webs.iter().find(|web| web.node == worker).unwrap());
-    for (from, to) in [(ours, theirs), (theirs, ours)] {
+    let [one, other] = [WORKER, SIBLING].map(|worker| env.webs.iter().find(|web| web.node == worker).unwrap());
+    for (from, to) in [(one, other), (other, one)] {
         let answer = env.wait_for_answer(&pod(from), &url(to.ip, 8080)).await;
         assert_eq!(answer, expected_answer(&to.name, &to.node, from.ip));
     }

@@ -84,7 +84,7 @@ impl<'a> Roaming<'a> {
         Instant::now()
     }
 
-    /// Waits until the address is an allowed IP of exactly these nodes in the member.
+    /// Waits until the address is an allowed IP of the Peers of exactly these nodes, in the member.
     async fn wait_for_peers(&self, nodes: &[&str]) {
         let member = self.lab.cluster(MEMBER);
         let want: Vec<String> = nodes.iter().map(|node| format!("demo--{HUB}--{node}")).collect();
@@ -95,8 +95,8 @@ impl<'a> Roaming<'a> {
                 let peers = json(&member, &["get", "peers"]).await;
                 let peers = peers["items"].as_array().unwrap().iter();
                 let exported = peers.filter(|peer| {
-                    let mut ranges = peer["spec"]["allowedIPs"].as_array().unwrap().iter();
-                    ranges.any(|range| *range == format!("{ADDRESS}/32"))
+                    let mut allowed_ips = peer["spec"]["allowedIPs"].as_array().unwrap().iter();
+                    allowed_ips.any(|net| *net == format!("{ADDRESS}/32"))
                 });
                 let names: Vec<String> = exported
                     .map(|peer| peer["metadata"]["name"].as_str().unwrap().to_owned())
@@ -169,7 +169,7 @@ impl<'a> Roaming<'a> {
             "packets on the anchor"
         );
 
-        // A positive control: without the Pod, the anchor has all addresses of the pod network.
+        // A positive control: without the Pod, packets to its address go to the anchor, as to every address of the pool.
         let capture = anchor_node
             .capture_on_all_links("roaming-anchor", &filter)
             .await

@@ -21,7 +21,7 @@ fn address() -> impl Strategy<Value = IpAddr> {
         4 => (prop_oneof![Just(10u8), Just(100), Just(172), any::<u8>()], 0u8..4, 0u8..4, 0u8..12)
             .prop_map(|(a, b, c, d)| IpAddr::from([a, b, c, d])),
         1 => (0u16..3, 0u16..3).prop_map(|(a, b)| IpAddr::from([0xfd00, a, 0, 0, 0, 0, 0, b])),
-        // The address of the node in `hub_node`.
+        // The InternalIP of the node in `hub_node`.
         1 => Just("172.29.0.111".parse().unwrap()),
     ]
 }
@@ -115,6 +115,7 @@ fn inputs() -> impl Strategy<Value = Inputs> {
 }
 
 proptest! {
+    /// Also, a device without peers needs changes exactly if some peer is desired.
     #[test]
     fn route_diff_converges_and_firewall_update_is_minimal(a in inputs(), b in inputs()) {
         let (a, b) = (compile(&a), compile(&b));
@@ -189,7 +190,7 @@ proptest! {
         }
     }
 
-    /// Also, no route of the table is a default route, and only throw routes overlap the node's own pod CIDRs.
+    /// `table` = [`TABLE`]. Also, none of its routes is a default route, and only throw routes overlap the node's own pod CIDRs.
     #[test]
     fn peer_routes_are_allowed_ips_and_table_routes_have_fallback(inputs in inputs()) {
         let got = compile(&inputs);

@@ -1,4 +1,5 @@
-//! Decides which Peers, and which networks of PeerPolicies, are left out. Each message names the object, the field and what to do.
+//! Decides which Peers, which allowed IPs of own nodes, and which networks and sources of PeerPolicies are left out. A [`Refused`] names
+//! the object; its message names the field and what to do.
 
 use std::{
     collections::BTreeSet,
@@ -148,7 +149,8 @@ pub(super) fn peer_refusal(inputs: &Inputs, networks: &BTreeSet<IpNet>, peer: &P
             ),
         ));
     }
-    // Of a node of this cluster, single networks are left out (`may_own_node_have`): private networks of different locations may be equal.
+    // A Peer of a node of this cluster is not refused for an invalid network: only that network is left out (`may_own_node_have`), because
+    // private networks of different locations may be equal.
     let mut checked = peer
         .allowed_ips
         .iter()

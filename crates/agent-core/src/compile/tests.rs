@@ -351,8 +351,8 @@ fn unusable_and_duplicate_candidates_are_left_out() {
     assert_eq!(got.peers[&key(21)].endpoint, Some(want[0]));
     assert_eq!(got.endpoints[&key(21)], want);
     assert_eq!(got.refused, []);
-    // An endpoint with this node's own address is left out. The Peer is not refused, because a node behind another NAT may have the same
-    // private address.
+    // An endpoint with this node's own address and port is left out. The Peer is not refused, because a node behind another NAT may have
+    // the same private address.
     inputs.peers[0].endpoint = Some("172.29.0.111:51820".parse().unwrap());
     let got = compile(&inputs);
     assert_eq!((&*got.endpoints[&key(21)], &*got.refused), (&*want, &[][..]));
@@ -431,7 +431,7 @@ fn node_in_another_location_is_accepted_without_a_policy() {
         ..own
     });
     inputs.own_sources = nets(&["10.77.0.0/24", "100.66.9.1/32"]);
-    // The CNI has a route by the address of the other node.
+    // The agent passes the InternalIPs of all other nodes in `throw`.
     inputs.throw.insert("10.101.0.201/32".parse().unwrap());
     assert!(
         !compile(&inputs)
@@ -452,7 +452,8 @@ fn node_in_another_location_is_accepted_without_a_policy() {
             .any(|net| net.contains(&"10.77.2.1".parse::<IpAddr>().unwrap()))
     );
 
-    // WireGuard gives packets from 10.77.2.9 to the other member, so the policies decide about the whole network.
+    // WireGuard accepts 10.77.2.9 as a source only from the other member's peer. `own_cluster` omits the whole 10.77.2.0/24, so the
+    // policies decide about its packets.
     inputs
         .peers
         .push(peer(8, "mesh--c1--n2", "172.29.0.112:51820", &["10.77.2.9/32"]));

@@ -41,12 +41,13 @@ pub(super) fn join(elements: &BTreeSet<String>) -> String {
     elements.iter().map(String::as_str).collect::<Vec<_>>().join(", ")
 }
 
-/// Returns an nft statement that sets our bits in the mark of a packet (`meta`) or connection (`ct`), and keeps all other bits.
+/// Returns an nft statement that sets the bits of [`mask`] in the mark of a packet (`meta`) or connection (`ct`) to `bits`, and keeps all
+/// bits outside the mask.
 pub(super) fn set_mark(bits: u32, which: &str) -> String {
     format!("{which} mark set {which} mark & {:#010x} | {bits:#010x}", !mask(which))
 }
 
-/// Returns an nft condition: our bits in the mark of a packet (`meta`) or connection (`ct`) equal `bits`.
+/// Returns an nft condition: the bits of [`mask`] in the mark of a packet (`meta`) or connection (`ct`) equal `bits`.
 pub(super) fn match_mark(bits: u32, which: &str) -> String {
     format!("{which} mark & {:#010x} == {bits:#010x}", mask(which))
 }
@@ -85,8 +86,8 @@ fn chains(parameters: &RuleParameters) -> String {
     }
 }
 
-/// Comment of the rules that drop forwarded packets with IPv4 options. One of these options is the source route: if the kernel accepts
-/// it, it changes the destination after these rules have checked it.
+/// Comment of the rules that drop forwarded packets with IPv4 options. One of these options is the source route: a kernel that accepts
+/// source routes changes the packet's destination after the chains of this table have checked the packet.
 const OPTIONS: &str = "IPv4 options: a source route would change the destination later";
 
 /// Condition and verdict for a connection to an address of this node, including broadcast and multicast addresses. The rule must be
@@ -177,7 +178,7 @@ const FROM_MESH: &str = "from the mesh: check the policies";
 const TRANSIT: &str = "no transit from member to member";
 const KEEP_SOURCE: &str = "published source: keep it from a later masquerade";
 
-/// Condition for packets to nodes of this cluster in other locations, with a source that these accept from this node.
+/// Condition for packets to nodes of this cluster in other locations, with a source that those nodes accept from this node.
 pub(super) const OWN_CLUSTER_OUT: &str = "{ip} saddr @own_sources{n} {ip} daddr @own_cluster{n}";
 
 /// The head of the nat chain.

@@ -45,7 +45,7 @@ pub(super) fn sets(firewall: &Firewall) -> Vec<Set> {
     out
 }
 
-/// The elements of a set with one address family, which determine its type.
+/// The elements of a set with one address family. The variant determines the type of the set.
 enum Elements<'a> {
     Networks(&'a BTreeSet<IpNet>),
     Pairs(&'a BTreeSet<(IpNet, IpNet)>),

@@ -59,8 +59,9 @@ pub const fn rules(family: Family) -> [Rule; 2] {
 }
 
 impl Routes {
-    /// Moves the rules of each family directly before the priority in `foreign`, if that is not higher than theirs. There, a rule of
-    /// another program applies to packets for the mesh. If no two priorities are left before it, the rules stay where they are.
+    /// Moves the two rules of each family directly before another program's rule that would hide them. `foreign` has, for each family, the
+    /// lowest priority of such a rule. The two rules stay where they are if that priority is higher than [`RULE_MESH`], or lower than 3:
+    /// priority 0 is that of the kernel's rule for local addresses.
     #[must_use]
     pub fn before_foreign_rules(mut self, foreign: &BTreeMap<Family, u32>) -> Self {
         let move_rule = |rule: Rule| match foreign.get(&rule.family) {

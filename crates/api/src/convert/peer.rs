@@ -20,7 +20,8 @@ use crate::{
 ///
 /// A Peer with a mesh label must have the form that the controller writes, with canonical networks. Otherwise its spec is an error, so
 /// that the controller rewrites it. This also repairs networks with host bits, which make kg reset all sessions every 30 s. A Peer
-/// without a mesh label needs only a valid key. All its candidates are left out, and so is every other value that cannot be parsed.
+/// without a mesh label needs only a valid key. Its annotations (candidates and role) are ignored, and so is every value of its spec that
+/// cannot be parsed.
 #[must_use]
 pub fn to_core(peer: &Peer) -> ObservedPeer {
     let owner = owner(peer.metadata.labels.as_ref());
@@ -152,8 +153,8 @@ pub fn from_core(name: &str, spec: &observe::PeerSpec, owner: &Owner) -> Peer {
     peer
 }
 
-/// Replaces an existing Peer's spec, the labels of `owner` and the annotations of endpoint candidates and role. The rest of its metadata stays, with
-/// the resourceVersion. The spec is replaced completely, so no field that the predecessor wrote remains.
+/// Replaces an existing Peer's spec, the labels of `owner` and the annotations of endpoint candidates and role. The rest of the metadata
+/// stays, including the resourceVersion. The spec is replaced completely, so no field that the predecessor wrote remains.
 pub fn update(peer: &mut Peer, spec: &observe::PeerSpec, owner: &Owner) {
     set_labels(peer.labels_mut(), owner);
     let candidates: Vec<String> = spec.candidates.iter().map(ToString::to_string).collect();

@@ -1,5 +1,5 @@
 //! Tests conversions and names with arbitrary input: nothing panics, written values are read back unchanged, and the names of Peers and
-//! PeerPolicies are valid and unique.
+//! PeerPolicies are valid. With selected input: the Peers of different nodes have different names.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

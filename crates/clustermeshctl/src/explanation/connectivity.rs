@@ -11,8 +11,8 @@ use super::{
     Destination, Explanation, Rule, Source, allowed_networks_text, last_observed, packet::PacketTrace, port_text,
 };
 
-/// A connection to explain, in one mesh. `source` and `destination` are its two ends. The `source` of a Peer or SandboxAccess is another
-/// thing: the member that it describes.
+/// A connection to explain, in one mesh. `source` and `destination` are the entries of its client and server; `from` and `to` are the
+/// client and the server themselves. The `source` of a planned Peer or SandboxAccess is another thing: the member that it describes.
 pub(super) struct Query<'q> {
     pub(super) observations: &'q Observations,
     pub(super) plan: &'q Plan,
@@ -108,7 +108,7 @@ impl<'q> Query<'q> {
         gateways.filter(|(_, gateway)| gateway.serves(self.source)).collect()
     }
 
-    /// The answer if the destination is a port of a gateway that the planned SandboxAccess grants to the source.
+    /// The answer if the server's address and port are a gateway port that the planned SandboxAccess grants to the source.
     fn granted_at_gateway(&self) -> Option<Explanation> {
         let gateways = self.serving_gateways();
         let is_destination = |gateway: &Gateway| gateway.addresses.contains(&self.to.address);
@@ -290,7 +290,7 @@ impl<'q> Query<'q> {
         format!("The sandbox's grants are: {}", grants.join("; "))
     }
 
-    /// Explains why no Peer in the source's cluster contains the destination.
+    /// Explains why no Peer in the source's cluster contains the server's address.
     pub(super) fn explain_missing_peer(&self) -> Explanation {
         let destination = self.destination_member.cluster();
         let address = self.to.address;

@@ -206,9 +206,9 @@ impl PacketTrace<'_> {
     fn evaluate_policies(&self, route: &mut Route) -> Explanation {
         let query = self.query;
         let (plan, from, to) = (query.plan, query.from, query.to);
-        // A `closed` policy also drops packets to the member that it describes, here the destination. `Query::denied_between_members`
-        // has already denied both causes (quarantine, not cluster-meshed). This check is only a
-        // safeguard, so it reports the same rule for both, although neither cause needs a sandbox.
+        // A `closed` policy also drops packets to the member that it describes, here the destination. A member is
+        // closed because it is quarantined or not cluster-meshed. `Query::denied_between_members` has already answered in both cases,
+        // so this check is only a safeguard, and it reports `TowardSandbox` even if the destination is no sandbox.
         if let Some((name, _)) = policies(plan, &from.cluster, &to.cluster)
             .find(|(_, policy)| policy.spec.closed && contains(&policy.spec.networks, to.address))
         {

@@ -115,8 +115,8 @@ impl Fixture {
                     object
                 });
                 let body = Body::from(serde_json::to_vec(&body).expect("JSON"));
-                let answer = http::Response::builder().status(code).body(body);
-                Ok::<_, std::convert::Infallible>(answer.expect("an answer"))
+                let response = http::Response::builder().status(code).body(body);
+                Ok::<_, std::convert::Infallible>(response.expect("an answer"))
             }
         });
         let changed = Changed::default();

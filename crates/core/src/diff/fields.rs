@@ -35,7 +35,7 @@ pub(super) fn policy_fields(old: &PolicySpec, new: &PolicySpec) -> Vec<&'static 
             old.infrastructure_ports != new.infrastructure_ports,
         ),
         ("spec.anchored", old.anchored != new.anchored),
-        // A closed PeerPolicy has an isolation profile other than cluster-meshed.
+        // A PeerPolicy is closed if its isolationProfile is not cluster-meshed. That of a quarantined member has `standard`.
         ("spec.isolationProfile", old.closed != new.closed),
     ])
 }

@@ -1,4 +1,6 @@
-//! Gateways, and what sandboxes and other importers may reach through them.
+//! Gateways, and what their importers may reach through them.
+//!
+//! An importer of gateways is a sandbox, or a member with a grant for a Service of a masqueraded member.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -12,27 +14,27 @@ use crate::{
     mesh::{ObjectName, Protocol},
 };
 
-/// What one sandbox may reach through the gateways of a member (the spec of a SandboxAccess).
+/// What one importer may reach through the gateways of a member (the spec of a SandboxAccess).
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct AccessSpec {
-    /// The entry name of the sandbox.
+    /// The entry name of the importer.
     pub sandbox: String,
-    /// Distinguishes the sandboxes of one hub (`sandboxID`).
+    /// Distinguishes the importers of one hub (`sandboxID`).
     pub id: String,
-    /// The sandbox's allowedNetworks.
+    /// A sandbox's accepted networks, or the WireGuard networks of another importer.
     pub networks: BTreeSet<IpNet>,
-    /// The sandbox's nodes, by public key.
+    /// The importer's nodes, by public key.
     pub nodes: BTreeMap<PublicKey, AccessNode>,
-    /// The granted Service ports, by the gateway's protocol and port at which the sandbox reaches them.
+    /// The granted Service ports, by protocol and gateway port.
     pub grants: BTreeMap<(Protocol, u16), GrantedPort>,
 }
 
-/// A node of a sandbox.
+/// A node of an importer.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct AccessNode {
     /// The name of the Node, shortened if it is long.
     pub name: String,
-    /// Its WireGuard addresses.
+    /// The node's WireGuard addresses.
     pub addresses: BTreeSet<IpAddr>,
 }
 
@@ -41,11 +43,11 @@ pub struct AccessNode {
 pub struct GrantedPort {
     /// The Service.
     pub service: ObjectName,
-    /// Name of its port; empty if the Service has a single unnamed port.
+    /// Name of the Service's port; empty if the Service has a single unnamed port.
     pub port: String,
 }
 
-/// A gateway: a pod through which sandboxes enter a member, as its SandboxGateway describes it.
+/// A gateway: a pod through which importers reach Services of a member, as its SandboxGateway describes it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Gateway {
     /// Its public key.
@@ -54,7 +56,7 @@ pub struct Gateway {
     pub addresses: BTreeSet<IpAddr>,
     /// The published endpoints, best first.
     pub endpoints: Vec<SocketAddr>,
-    /// The sandboxes that may use the gateway, by entry name; empty = all.
+    /// The importers that may use the gateway, by entry name; empty = all.
     pub serves: BTreeSet<String>,
     /// Its pod is Ready, and it is the pod that published this key.
     pub ready: bool,
@@ -67,7 +69,7 @@ pub struct Gateway {
 }
 
 impl Gateway {
-    /// Whether this sandbox may use the gateway.
+    /// Whether the importer with the entry name `sandbox` may use the gateway.
     #[must_use]
     pub fn serves(&self, sandbox: &str) -> bool {
         self.serves.is_empty() || self.serves.contains(sandbox)

@@ -145,8 +145,9 @@ fn keep_one_peer_per_key(plan: &mut Plan, seen: &Observations) {
     }
 }
 
-/// If two meshes plan the same prefix for one target, keeps it in the mesh whose existing Peers contain it, else in the older
-/// mesh. Two meshes with the same source can plan the same anchored network, because each mesh chooses its anchors independently.
+/// If two meshes plan the same prefix for one target, keeps it in the mesh that plans it for a node of the target itself, else in the
+/// mesh whose existing Peers contain it, else in the older mesh. Two meshes with the same source can plan the same anchored network,
+/// because each mesh chooses its anchors independently.
 fn keep_one_owner_per_prefix(plan: &mut Plan, seen: &Observations) {
     // (not a node of the target itself, does not exist yet, rank of the mesh, target): the smallest claim wins.
     let mut owners: BTreeMap<(ClusterIdentity, IpNet), (bool, bool, usize, String)> = BTreeMap::new();
@@ -179,8 +180,8 @@ fn keep_one_owner_per_prefix(plan: &mut Plan, seen: &Observations) {
     }
 }
 
-/// Counts the nodes of each member that have a Peer or an entry in a SandboxAccess, and its gateways that have a Peer in a sandbox.
-/// Reports targets with too many Peers.
+/// Counts the nodes of each member that have a Peer or an entry in a SandboxAccess, and its gateways that have a Peer in
+/// another member. Reports targets with too many Peers.
 pub(super) fn count_nodes_and_gateways(planned: &mut MeshPlan) {
     let mut registered: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     let mut gateways: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();

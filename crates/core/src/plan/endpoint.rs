@@ -241,9 +241,9 @@ impl EndpointContext<'_> {
 }
 
 /// Chooses the endpoints of a gateway for the nodes of `importer`, best first. `exporter` is the gateway's cluster, whose entry is
-/// `context.source`, and `member` its state. An address inside its accepted networks, or inside its podCIDRs if it is masqueraded, is usable
-/// only if a node of the cluster has it, or if it is inside endpointNetworks of the importer: then the importer's nodes are themselves
-/// inside the cluster's networks.
+/// `context.source`, and `member` its state. An address inside the exporter's accepted networks or [`OwnPods`] is usable only if a node of
+/// the exporter has it, or if it is inside endpointNetworks of the importer: then the importer's nodes are themselves inside the exporter's
+/// networks.
 pub(super) fn choose_for_gateway(
     endpoints: &[SocketAddr],
     importer: &Cluster,
@@ -290,7 +290,7 @@ pub(super) fn choose(node: &Node, context: &EndpointContext<'_>) -> Result<Candi
         else {
             continue;
         };
-        // A host name may resolve to such an address.
+        // `check_explicit` does not see the address to which a host name resolves.
         if let Some(what) = unusable_reason(address.ip()) {
             let message =
                 format!("annotation {name} gives {address}, {what}; name an address that this cluster reaches");

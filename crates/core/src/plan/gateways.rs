@@ -1,5 +1,8 @@
 //! Plans how sandboxes enter a member through gateways (design rule 7): the SandboxAccess in the member, and the Peers of its
 //! gateways in the sandbox.
+//!
+//! In this file, sandbox means any member that reaches Services through gateways ([`MeshInputs::uses_gateways`]): a sandbox, or another
+//! importer of a masqueraded member. Only where the two differ, the code tests the profile.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -27,7 +30,7 @@ use crate::{
 const MAX_HOST_BITS: u8 = 8;
 
 /// Removes the networks of gateways from `allowed` of a cluster-meshed entry: small networks that contain an address of a gateway and
-/// none of a Node. Only sandboxes send to gateways, so other cluster-meshed members must not have a route to them.
+/// none of a Node. Members that use gateways have Peers for them. Other cluster-meshed members must not have a route to them.
 pub(super) fn remove_gateway_networks(cluster: &mut Cluster, member: &Member) {
     if cluster.profile != Profile::ClusterMeshed {
         return;
@@ -259,8 +262,9 @@ impl<'a> MeshInputs<'a> {
         Some((access_name, PlannedAccess { source, spec }))
     }
 
-    /// The networks of the nodes that may use the gateways: those of a sandbox, and the WireGuard networks of another importer. Of the
-    /// latter, existing networks stay while it was not observed or has held nodes: they may be those of a node that is not known now.
+    /// The networks of the nodes that may use the gateways: all networks of an importer with the profile sandbox, or the WireGuard
+    /// networks of another importer. If the other importer was not observed, or has held nodes, the networks of the existing SandboxAccess
+    /// stay too: they may contain nodes whose address is not known now.
     fn access_networks(
         &self,
         source: &str,

@@ -72,8 +72,8 @@ pub(super) fn decide(target: &MeshMember<'_>, source: &MeshMember<'_>) -> Result
     }
 }
 
-/// Whether `importer` reaches the Services of `exporter` that its egress names through gateways: it is a sandbox, or the exporter is
-/// masqueraded, so its pods have no addresses in the mesh.
+/// Whether `importer` uses gateways to reach the Services of `exporter` that are in the importer's egress: the importer is a sandbox, or
+/// the exporter is masqueraded, so that the exporter's pods have no addresses in the mesh.
 pub(super) fn uses_gateways(exporter: &MeshMember<'_>, importer: &MeshMember<'_>) -> bool {
     let mut egress = importer.cluster.egress.iter();
     match between(exporter, importer) {

@@ -71,9 +71,9 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
         } = &prepared;
         for (name, mesh_member) in mesh_members {
             let registry = registries.get(name);
-            // A sandbox has Peers for the gateways of a member that grants it a Service, and none for that member's nodes. So this
-            // link (`Link::Grantor`) needs no registered node.
             let has_own_peers = mesh_member.can_connect && mesh_member.cluster.locations == Locations::Connected;
+            // `Link::Grantor` needs no registered node: a sandbox has Peers for the gateways of a member that grants it a Service, and none
+            // for that member's nodes.
             let needs_registration = has_own_peers
                 || mesh_members
                     .values()
@@ -344,10 +344,10 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
             .filter_map(target::MeshMember::last_observed)
             .flat_map(|member| member.accesses.iter().flatten());
         let mut existing_keys: BTreeMap<&str, BTreeMap<PublicKey, &str>> = BTreeMap::new();
-        let own_peers = peers
+        let peers_of_this_mesh = peers
             .flatten()
             .filter(|(_, peer)| self.is_owned_by_this_mesh(&peer.owner));
-        for (name, peer) in own_peers {
+        for (name, peer) in peers_of_this_mesh {
             if let (Some(source), Ok(spec)) = (&peer.owner.source_cluster, &peer.spec) {
                 existing_keys.entry(source).or_default().insert(spec.public_key, name);
             }
@@ -426,8 +426,9 @@ fn is_trusted(mesh_member: &target::MeshMember<'_>) -> bool {
     mesh_member.cluster.profile == Profile::ClusterMeshed
 }
 
-/// Whether a routed entry that keeps its former networks was routed before. It was masqueraded if its networks do not contain the podCIDRs
-/// of its Nodes; planned as routed, these would lose their Peers. The oldest Node decides, so that a new one changes nothing.
+/// Whether an entry that keeps its former networks counts as routed before. With a shared pod network it does. Otherwise it was
+/// masqueraded if its networks contain no podCIDR of its Nodes; planned as routed, these Nodes would lose their Peers. The oldest Node
+/// decides, so that a new one changes nothing.
 fn was_routed(cluster: &Cluster, member: &Member) -> bool {
     let with_pods = member
         .nodes

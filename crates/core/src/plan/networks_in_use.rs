@@ -108,7 +108,7 @@ pub(super) fn facts(mesh_members: &BTreeMap<String, MeshMember<'_>>) -> BTreeSet
     facts
 }
 
-/// The addresses by which a Node's own cluster reaches it, and its endpoint in Kilo's annotation.
+/// A Node's InternalIPs, ExternalIPs and WireGuard address, and the address of its endpoint in Kilo's annotation.
 fn addresses(node: &Node) -> impl Iterator<Item = IpNet> {
     let addresses = node.internal_ips.iter().chain(&node.external_ips);
     let wireguard = node.wireguard_ip.value().map(|claim| IpNet::from(claim.addr()));

@@ -29,7 +29,7 @@ pub(super) struct RegisteredNode<'a> {
     pub(super) node: &'a str,
     pub(super) observed: &'a Node,
     pub(super) key: PublicKey,
-    /// The allowed IPs of its Peers, without anchored networks. All of them lie inside allowedNetworks.
+    /// The allowed IPs of its Peers in other members, without anchored networks. All of them lie inside allowedNetworks.
     pub(super) prefixes: BTreeSet<IpNet>,
     /// Its WireGuard address.
     pub(super) wireguard: IpNet,

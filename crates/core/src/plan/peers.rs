@@ -50,7 +50,7 @@ pub(super) struct PeerPlanner<'a, 'p> {
     readopted: BTreeMap<PublicKey, String>,
     /// The taken prefixes, each with its owner as text for messages.
     taken_prefixes: BTreeMap<IpNet, String>,
-    /// The first endpoint of each planned Peer of a node, with the source and the node.
+    /// For each source and first endpoint of a Peer: the node that was planned with this endpoint before all others.
     endpoints: BTreeMap<(String, SocketAddr), String>,
     own_pods: OwnPods,
     peers: BTreeMap<String, PlannedPeer>,
@@ -102,7 +102,8 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
                     kept_by_other_meshes.extend(source.map(|source| (spec.public_key, source)));
                     true
                 }),
-                // An orphan with a network of a source of this mesh is superseded: the diff deletes it.
+                // The diff deletes an orphan that is superseded: one with a network of a source of this mesh, or one that describes a node
+                // of the target itself, if this mesh connects the target's locations.
                 Ownership::Orphan => {
                     let superseded = |net: &IpNet| source_networks.iter().any(|other| overlap(*other, *net));
                     let is_own_node = matches!(spec.role, PeerRole::OwnNode(_));

@@ -14,8 +14,7 @@ use crate::{
 };
 
 /// The reason why one target or all have no Peer of a Node or gateway, or no entry for a Node in a SandboxAccess (rule 3 of
-/// docs/design/planner.md).
-/// The name of the variant is shown in Events, conditions, metrics and `skipped`.
+/// docs/design/planner.md). The name of the variant is shown in Events, conditions, metrics and `skipped`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[allow(missing_docs, reason = "the names are the documentation; `message` has the details")]
 pub enum Reason {
@@ -74,7 +73,7 @@ pub enum Fact {
         /// Names both meshes.
         message: String,
     },
-    /// A member has no gateway, so no sandbox can reach it.
+    /// A member has no gateway, so no sandbox can reach it; if it is masqueraded, no member can use its Services.
     NoGateway {
         /// Entry of this mesh.
         cluster: String,
@@ -143,7 +142,8 @@ pub enum Fact {
         /// All such nodes.
         nodes: BTreeSet<String>,
     },
-    /// A node's Peer leaves out a prefix, because an older node or another Peer has it, or two nodes of a member have one endpoint.
+    /// Either a node's Peer leaves out a prefix, because an older node or another Peer has it; or two nodes of a member have the same
+    /// endpoint.
     AddressShared {
         /// Entry of this mesh.
         cluster: String,
@@ -158,11 +158,11 @@ pub enum Fact {
         /// Names the first such node, the value and the reason.
         message: String,
     },
-    /// Nodes of another member have addresses in a network of this entry.
+    /// Nodes of another member have addresses in a network of this entry, or kg on them routes this network into its own interface.
     NetworkInUse {
         /// Entry of this mesh that lists the network.
         cluster: String,
-        /// Names the other member, the network, and the first such Node with its address.
+        /// Names the other member, the network, and the first such Node with its address or WireGuard network.
         message: String,
     },
     /// An anchored network has no anchor, at least in one target.
@@ -275,9 +275,9 @@ impl PlannedService {
 pub struct PlannedSlice {
     /// Its addresses are IPv6 addresses.
     pub v6: bool,
-    /// Ports of the backends.
+    /// Ports of the endpoints.
     pub ports: Vec<ServicePort>,
-    /// Backends, sorted by address.
+    /// The endpoints, sorted by address.
     pub endpoints: Vec<SliceEndpoint>,
 }
 
@@ -312,7 +312,7 @@ pub struct ClusterReport {
     pub anchored: BTreeMap<IpNet, BTreeSet<String>>,
     /// How many of its nodes have a Peer, or an entry in a SandboxAccess, in some other member.
     pub registered: usize,
-    /// How many of its gateways have a Peer in a sandbox.
+    /// How many of its gateways have a Peer in some other member.
     pub gateways: usize,
     /// The nodes and gateways that are left out of one target or of all, sorted by name.
     pub skipped: Vec<Skipped>,

@@ -16,7 +16,7 @@ use crate::{
     observe::{Member, Observation, ServicePort, Slice, SliceEndpoint},
 };
 
-/// The largest number of endpoints in one EndpointSlice.
+/// The largest number of endpoints in one planned EndpointSlice, the default of Kubernetes' own controller.
 const SLICE_SIZE: usize = 100;
 
 /// The result of resolving one grant.
@@ -32,7 +32,7 @@ pub(super) struct GrantOutcome {
 pub(super) enum AccessPath<'a> {
     /// Directly.
     Direct,
-    /// Through gateways: it is a sandbox, or the exporter is masqueraded.
+    /// Through gateways: the importing member is a sandbox, or the exporting member is masqueraded.
     Gateways(&'a GatewayAccess<'a>),
 }
 

@@ -1,5 +1,4 @@
-//! Plans one target: the Peers, PeerPolicies, SandboxAccesses and mirrored Services of the other members in it (design rules
-//! 2, 6, 8).
+//! Plans one target: its Peers, PeerPolicies, SandboxAccesses and mirrored Services (design rules 2, 6, 8).
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -24,7 +23,7 @@ use crate::{
 /// One member of a mesh, as the planner uses it.
 pub(super) struct MeshMember<'a> {
     /// The entry, with the profile and quarantine that apply. `cluster.allowed` contains the accepted networks without those of
-    /// gateways, because only sandboxes send to gateways.
+    /// gateways, because other members send to gateways only by the gateways' own Peers.
     pub(super) cluster: Cluster,
     /// All accepted networks.
     pub(super) accepted: Vec<IpNet>,
@@ -95,9 +94,8 @@ impl<'a> MeshMember<'a> {
     }
 
     /// The member's own networks in the mesh: `cluster.allowed` of a routed member or a sandbox, [`Self::wireguard_networks`] of another
-    /// masqueraded member.
-    /// The networks of a sandbox do not depend on its Nodes: otherwise thousands of Nodes would put thousands of networks into a policy,
-    /// and each added or deleted Node would change the policy.
+    /// masqueraded member. The networks of a sandbox do not depend on its Nodes: otherwise thousands of Nodes would put thousands of
+    /// networks into a policy, and each added or deleted Node would change the policy.
     pub(super) fn networks(&self) -> BTreeSet<IpNet> {
         let cluster = &self.cluster;
         if cluster.effective_addressing() == Addressing::Routed || cluster.profile == Profile::Sandbox {
@@ -221,16 +219,17 @@ impl<'a> MeshInputs<'a> {
         outcome
     }
 
-    /// How `source` is connected to the target `name`. `None` also if `source` is quarantined and the target does not enforce PeerPolicies
-    /// on all nodes: on the other nodes, only deleting the Peers of `source` stops its traffic.
+    /// How `source` is connected to the target `name`. `None` also if both are cluster-meshed, `source` is quarantined and some node of the
+    /// target does not enforce PeerPolicies: on such a node, only deleting the Peers of `source` stops its traffic.
     pub(super) fn link(&self, name: &str, target: &MeshMember<'_>, source: &MeshMember<'_>) -> Option<Link> {
         let link = link::between(target, source)?;
         let is_unenforced = link == Link::Meshed && source.cluster.quarantine && self.not_enforcing.contains(name);
         (!is_unenforced).then_some(link)
     }
 
-    /// Whether `importer` reaches Services of `exporter` through gateways. `false` also if it should ([`link::uses_gateways`]), but only kg
-    /// serves its nodes: kg sends from addresses that gateways do not accept. In a sandbox, nodes cannot send from others.
+    /// Whether `importer` reaches Services of `exporter` through gateways. `false` also if it should ([`link::uses_gateways`]), but kg owns
+    /// the tunnels of all its nodes: kg also sends from addresses that gateways do not accept. Nodes of a sandbox can send only from the
+    /// accepted addresses, so kg is no obstacle there.
     pub(super) fn uses_gateways(&self, exporter: &MeshMember<'_>, importer: &MeshMember<'_>) -> bool {
         let has_only_kg = importer.last_observed().is_some_and(|member| {
             let mut nodes = member
@@ -386,7 +385,7 @@ pub(super) fn is_local(cluster: &Cluster) -> bool {
     cluster.identity == ClusterIdentity::Local
 }
 
-/// Reports that an observed member has no gateway for sandboxes.
+/// Reports that an observed member has no gateway, although another member needs one.
 fn missing_gateway(target: &MeshMember<'_>) -> Option<Fact> {
     let cluster = &target.cluster.name;
     let message = gateways::missing_gateway_message(cluster, target.last_observed()?)?;

@@ -282,7 +282,6 @@ proptest! {
             for (target, target_plan) in &mesh.targets {
                 let after = &after.meshes[id].targets[target].peers;
                 let mut expected = target_plan.peers.clone();
-                // The keepalive is not compared, because it depends on the target's own nodes.
                 let mut after = after.clone();
                 if how == 2 {
                     // Nodes of a sandbox are registered whatever their explicit endpoint is, so in its own cluster this Node is not bad.
@@ -290,6 +289,7 @@ proptest! {
                         peers.retain(|_, peer| peer.source != *target);
                     }
                 }
+                // The keepalive is not compared, because it depends on the target's own nodes.
                 expected.values_mut().chain(after.values_mut()).for_each(|peer| peer.spec.persistent_keepalive = 0);
                 prop_assert_eq!(&after, &expected, "target {} of {}", target, id);
             }
@@ -346,8 +346,8 @@ proptest! {
                         continue;
                     }
                     if is_meshed(&source) && is_meshed(&target) && source != target {
-                        let observed = scenario.seen.members[source_identity].fresh().is_some();
-                        prop_assert!(observed, "{step:?} does not follow from an observation");
+                        let is_fresh = scenario.seen.members[source_identity].fresh().is_some();
+                        prop_assert!(is_fresh, "{step:?} does not follow from an observation");
                     }
                 }
             }
@@ -364,7 +364,7 @@ proptest! {
                 for peer in target_plan.peers.values() {
                     let existing = scenario.seen.members[&planned.identities[target]].last().and_then(|m| m.peers.as_ref());
                     if planned.clusters[&peer.source].held.contains_key(&peer.node) && existing.is_some() {
-                        // The Peer of a held node is unchanged.
+                        // The Peer of a held node keeps its endpoint.
                         continue;
                     }
                     let first = match &peer.spec.endpoint {

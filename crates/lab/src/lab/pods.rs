@@ -138,8 +138,8 @@ spec:
         );
         self.ip_batch(&host_node.name, &cable).await?;
         let gateway = Ipv4Addr::from(u32::from(range.network()) + 1);
-        // A virtual machine sees no loss of carrier during a live migration, but this link does. The kernel then deletes all neighbour
-        // entries but permanent ones, and would ask for the gateway again only after a second.
+        // A virtual machine sees no loss of carrier during a live migration, but this link loses its carrier. The kernel then deletes all
+        // neighbour entries but permanent ones, and would ask for the gateway again only after a second.
         let inside = format!(
             "link set lo up\naddr add {address}/{} dev eth0\nlink set eth0 up\n\
              neigh replace {gateway} lladdr {PORT_MAC} dev eth0 nud permanent\nroute add default via {gateway}\n",

@@ -129,7 +129,8 @@ impl Lab {
     }
 }
 
-/// The network namespace and name of the peer of a node's `eth0`: in the underlay, in the pod's node, or on the node's NAT router.
+/// The network namespace and name of the other end of a node's `eth0`: on the underlay, on the host node (if the node is a pod), or on the
+/// node's NAT router.
 pub(super) fn uplink_port(node: &NodePlan) -> (&str, String) {
     match &node.uplink {
         Uplink::Underlay => (UNDERLAY, port(node.address)),
@@ -138,8 +139,8 @@ pub(super) fn uplink_port(node: &NodePlan) -> (&str, String) {
     }
 }
 
-/// The name of the bridge port for a node's link: the third and the last number of its address. In the default ranges the third
-/// number is different for each cluster.
+/// The name of the bridge port for a node's link, from two numbers of the node's address: the third and fourth of IPv4, the fourth and
+/// eighth of IPv6. In the default ranges the first of the two is different for each cluster.
 pub(super) fn port(address: IpAddr) -> String {
     match address {
         IpAddr::V4(address) => {

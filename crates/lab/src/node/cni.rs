@@ -159,8 +159,7 @@ fn masquerade(settings: &Settings, range: IpNet) -> Result<()> {
     run_with_stdin(&["nft", "-f", "-"], &table)
 }
 
-/// Runs a program with this text as its standard input; does not run it if the text is empty. A failure is an error, except with
-/// `-force`.
+/// Runs a program with this text as its standard input; does not run it if the text is empty. With `-force`, the exit status is ignored.
 pub(super) fn run_with_stdin(argv: &[&str], text: &str) -> Result<()> {
     if text.is_empty() {
         return Ok(());

@@ -1,5 +1,6 @@
 //! Creates the root file system of a node: an overlay over the host's root that keeps writes in memory, with its own /proc, /sys and
-//! cgroups. Only /dev, the run directory and the directories of programs are the host's. Sets the sysctls that Kubernetes requires.
+//! cgroups. It shares /dev, the run directory and the directories of programs with the host. Sets the sysctls that Kubernetes
+//! requires.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -100,7 +100,7 @@ impl Manager<'_> {
         };
         fs::write(config::CNI_TEMPLATE, config::cni_template(mtu))?;
         if let Some(resolver) = self.settings.resolver {
-            // May be a symlink to a file that the node does not have.
+            // The file may be a symlink to one that the node does not have.
             let _ = fs::remove_file(config::RESOLV_CONF);
             fs::write(config::RESOLV_CONF, format!("nameserver {resolver}\n"))?;
         }

@@ -234,7 +234,7 @@ fn nth_v6(net: Ipv6Net, n: u128) -> Ipv6Addr {
     Ipv6Addr::from(u128::from(net.network()) + n)
 }
 
-/// Formats the ranges of one or both families as a value for flags of Kubernetes.
-pub(crate) fn comma_separated<T: ToString>(ranges: &[T]) -> String {
-    ranges.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")
+/// Joins ranges or addresses to the value of a flag of Kubernetes.
+pub(crate) fn comma_separated<T: ToString>(values: &[T]) -> String {
+    values.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")
 }

@@ -11,7 +11,7 @@ const UNDERLAY_MTU: u16 = 1500;
 pub(crate) const VXLAN_OVERHEAD: u16 = 50;
 
 impl LabPlan {
-    /// Connects the nodes of `cluster` to the pod network of the cluster `of`, distributed over its nodes with the numbers
+    /// Makes the nodes of `cluster` workers in the pod network of the cluster `of`: on the nodes of `of` with the numbers
     /// `nodes` (see [`NodeNetwork::Pods`]). Where `i` is the index of `cluster` in the plan, its workers get the subnet number
     /// 200 + `i` of the pod range of `of`, and its API server also gets a ClusterIP there: number 100 + `i` of the Service range.
     /// The cluster's own pod network becomes a VXLAN, because two workers may be on two links.

@@ -20,8 +20,8 @@ pub fn gateway_cidrs(plan: &ClusterPlan) -> Vec<String> {
 }
 
 impl Product<'_> {
-    /// Installs gateways in the hub for Services of these namespaces, and waits until they run. Only meshes that are
-    /// created after this call use them for their sandboxes.
+    /// Installs gateways in the hub for Services of these namespaces, and waits until they run. Call it before
+    /// [`Product::mesh`], which lists the gateways' range in `allowedNetworks` only if the gateways are installed.
     ///
     /// # Errors
     /// When the hub refuses a manifest, or a gateway does not become ready.
@@ -63,8 +63,8 @@ impl Product<'_> {
         let crds = "apply -f crds/sandboxaccesses.kilo.squat.ai.yaml -f crds/sandboxgateways.kilo.squat.ai.yaml";
         let applied = [crds, "apply -f deploy/gateway.yaml"].map(str::to_owned);
         let configured = configuration(hub.plan(), namespaces).into_iter();
-        let words = applied.into_iter().chain(configured.map(|words| words.join(" ")));
-        words
+        let commands = applied.into_iter().chain(configured.map(|words| words.join(" ")));
+        commands
             .map(|words| format!("kubectl --context {} {words}", hub.plan().name))
             .collect()
     }
@@ -72,12 +72,12 @@ impl Product<'_> {
 
 /// Arguments of the kubectl commands that create the gateways' ConfigMap and a RoleBinding in each namespace.
 fn configuration(plan: &ClusterPlan, namespaces: &[&str]) -> Vec<Vec<String>> {
-    let endpoints = plan.pod_cidrs();
+    let endpoint_networks = plan.pod_cidrs();
     let mut config_map = argv(["-n", GATEWAYS, "create", "configmap", GATEWAYS]);
     config_map.push(format!("--from-literal=gateway-cidr={}", gateway_cidrs(plan).join(",")));
     config_map.push(format!(
         "--from-literal=endpoint-network={}",
-        comma_separated(&endpoints)
+        comma_separated(&endpoint_networks)
     ));
     let bindings = namespaces.iter().map(|namespace| {
         let mut words = argv(["-n", namespace, "create", "rolebinding", GATEWAYS]);

@@ -70,7 +70,7 @@ async fn nat_routers_map_and_filter_as_their_kind_says() {
     // Endpoint-independent mapping: the same port for every server, another one for each host.
     assert_eq!(seen_at(&a1, &servers).await, [public("a", 40001); 2]);
     assert_eq!(seen_at(&a2, &servers).await, [public("a", 40002); 2]);
-    // Address and port-dependent filtering: only from addresses and ports to which a1 sends do datagrams reach it.
+    // Address and port-dependent filtering: a1 receives datagrams only from addresses and ports to which it sends.
     let to_a1 = [public("a", 40001)];
     let (at_a1, _) = tokio::join!(exchange(&a1, &servers[..1]), exchange(&stranger, &to_a1));
     let senders: Vec<SocketAddr> = at_a1.iter().map(|(sender, _)| *sender).collect();

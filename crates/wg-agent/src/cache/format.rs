@@ -1,7 +1,8 @@
 //! Defines the format of the cache: two lines of JSON, the header and the values.
 //!
-//! The types in [`SavedObjects`] are part of the format, so a change of one of them needs a new [`VERSION`]. A test compares
-//! the written cache with the golden file of the version. It fails until the version is raised and its golden file is written.
+//! The types of the fields of [`Body`] are part of the format, so a change of one of them needs a new [`VERSION`]. A test compares
+//! the written cache with the golden file of the version. After such a change the test fails until the version is raised and its
+//! golden file is written.
 
 use std::borrow::Cow;
 

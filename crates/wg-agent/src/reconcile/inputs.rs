@@ -64,8 +64,8 @@ pub(super) fn gather_inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, local:
     let mut members = BTreeMap::new();
     let mut unreadable = BTreeMap::new();
     let mut peers = Vec::new();
-    // The Peers of this cluster's own nodes include that of this node. Without it, nodes in other locations do not know this node. Nodes in
-    // the same location are reached without the tunnel.
+    // `own_sources` are the allowed IPs of the Peer that describes this node itself. Without this Peer, the nodes in other locations do not
+    // know this node, so the loop below leaves out all Peers of the cluster's own nodes.
     let own_address = host(local.wireguard_ip.to_canonical());
     let own_specs = snapshot.peers.objects().filter_map(|(_, seen)| seen.spec.as_ref().ok());
     let mut own_specs =
@@ -83,6 +83,7 @@ pub(super) fn gather_inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, local:
                 continue;
             }
         };
+        // Own nodes in the same location are reached without the tunnel.
         if let PeerRole::OwnNode(location) = &spec.role
             && (location == own_location || own_sources.is_empty())
         {

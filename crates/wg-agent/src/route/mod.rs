@@ -31,8 +31,8 @@ pub trait Routing: Send {
     /// Reads the agent's addresses, routes and rules. A missing device has no addresses and is not an error.
     fn observe(&mut self) -> impl Future<Output = Result<Routes, Error>> + Send;
 
-    /// The lowest priority, in each family, of another program's rule that applies to packets for the mesh, such as
-    /// `not fwmark 51820 lookup 51820` of wg-quick(8). It hides the agent's rules if it comes before them.
+    /// In each family, the priority of the first rule of another program that applies to packets for the mesh, such as
+    /// `not fwmark 51820 lookup 51820` of wg-quick(8). A rule before the agent's rules hides them.
     fn foreign_rules(&mut self) -> impl Future<Output = Result<BTreeMap<Family, u32>, Error>> + Send;
 
     /// Applies one change. Deleting an object that does not exist is not an error.

@@ -1,5 +1,5 @@
-//! Implements [`Routing`] over rtnetlink(7). It observes the addresses of the device, and only those routes and rules that have the
-//! agent's protocol number.
+//! Implements [`Routing`] over rtnetlink(7). `observe` returns those addresses of the device that have the form of the agent's, and the
+//! routes and rules that have the agent's protocol number. `foreign_rules` reads the rules of other programs.
 
 use std::{collections::BTreeMap, net::IpAddr};
 

@@ -16,7 +16,7 @@ use super::address_family;
 const LOCAL_TABLE: u32 = 255;
 
 /// The message that adds or deletes a rule. For [`Action::Other`] it contains only the family, the priority and the
-/// agent's protocol number. Each such message deletes one rule of the agent at that priority, and it is repeated until
+/// agent's protocol number. Each such message deletes one rule of the agent at that priority, so the caller sends it until
 /// none is left.
 pub(super) fn rule_message(rule: &Rule) -> RuleMessage {
     let mut message = RuleMessage::default();
@@ -83,7 +83,7 @@ pub(super) fn parse_rule(message: &RuleMessage, family: Family) -> Option<Rule> 
 }
 
 /// The priority of another program's rule that applies to packets for the mesh, as far as the rule's attributes show. `None` = the rule
-/// is the agent's, selects some packets only, or looks up the table of local addresses.
+/// is the agent's, selects some packets only, looks up the table of local addresses, or has an action that decides nothing (goto, nop).
 pub(super) fn foreign_priority(message: &RuleMessage) -> Option<u32> {
     let header = &message.header;
     let mut is_selective = header.src_len != 0 || header.dst_len != 0 || header.tos != 0;

@@ -34,7 +34,8 @@ pub enum RoutingEvent {
     /// The node's own network: its default routes in the main table, and its addresses of scope universe except those with prefix length
     /// 32 or 128.
     Underlay,
-    /// Objects that the agent may have written, another program's rule before the agent's rules, or the device. Also used when events were lost.
+    /// Objects that the agent may have written, a rule of another program before which the agent's rules have to be, or the device. Also
+    /// used when events were lost.
     Ours,
 }
 
@@ -133,7 +134,7 @@ fn classify(device: &InterfaceName, event: &Event) -> Option<RoutingEvent> {
     }
 }
 
-/// Classifies a change of an interface's settings (linux/netconf.h). Those of other single interfaces are
+/// Classifies a change of an interface's settings (linux/netconf.h). Changes of other single interfaces are
 /// ignored: every new pod's interface causes some.
 fn classify_netconf(device: &InterfaceName, message: &Message) -> Option<RoutingEvent> {
     const IF_INDEX: u16 = 1;
@@ -180,7 +181,7 @@ fn classify_address(address: &AddressMessage) -> Option<RoutingEvent> {
     }
 }
 
-/// Whether the rule is the agent's, or one before which the agent's rules move.
+/// Whether the rule is the agent's, or one before which the agent's rules have to be.
 fn concerns_our_rules(rule: &RuleMessage) -> bool {
     let ours = RouteProtocol::from(PROTOCOL);
     let is_ours = |a: &RuleAttribute| matches!(a, RuleAttribute::Protocol(p) if *p == ours);

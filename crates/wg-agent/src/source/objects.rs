@@ -1,5 +1,5 @@
-//! Parses Kubernetes objects, whose format `clustermesh_api` defines, into the values that the agent uses. An invalid object
-//! gives a message that says why it cannot be used.
+//! Parses Peers, PeerPolicies, Nodes and EndpointSlices into the values that the agent uses. An invalid Peer or PeerPolicy gives a
+//! message that says why it cannot be used. Invalid values of a Node or an EndpointSlice are left out.
 
 use std::{
     collections::BTreeSet,
@@ -25,7 +25,7 @@ use crate::publish::Annotations;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct ParsedPeer {
-    /// The member whose node the Peer describes; empty if the Peer has no such label.
+    /// The member whose node or gateway the Peer describes; empty if the Peer has no such label.
     pub cluster: String,
     /// Namespace and name of the ClusterMesh; empty if the Peer has no such labels.
     pub mesh: (String, String),

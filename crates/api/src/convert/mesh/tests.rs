@@ -80,7 +80,7 @@ fn minimal_mesh_gets_the_documented_defaults() {
 fn every_field_is_converted() {
     let mut mesh = object(json!({"paused": true, "clusters": [
         {"name": "mgmt", "local": true, "allowedNetworks": ["10.244.0.0/16", "10.96.0.0/12"],
-         "anchoredNetworks": ["10.96.0.0/12"], "anchors": 2, "podNetwork": "Shared",
+         "anchoredNetworks": ["10.96.0.0/12"], "anchors": 2, "locations": "Connected", "podNetwork": "Shared",
          "exports": [{"namespace": "rook-ceph", "podSelector": {
             "matchLabels": {"app": "rook-ceph-osd"},
             "matchExpressions": [
@@ -102,12 +102,12 @@ fn every_field_is_converted() {
     mesh.status = serde_json::from_value(json!({"clusters": [
         {"name": "mgmt", "acceptedNetworks": ["10.244.0.0/16"], "registeredPeers": 3, "skippedNodes": 1,
          "anchored": [{"network": "10.96.0.0/12", "nodes": ["n1", "n2"]}, {"network": "10.0.0.0/24"}]}, {"name": "tenant-a"}]})).unwrap();
-    let (read, warnings) = to_core(&mesh).unwrap();
+    let (converted, warnings) = to_core(&mesh).unwrap();
     assert_eq!(warnings, Vec::new());
-    assert!(read.paused && read.deleting);
-    assert_eq!(read.adopt_hub.as_deref(), Some("old-hub"));
+    assert!(converted.paused && converted.deleting);
+    assert_eq!(converted.adopt_hub.as_deref(), Some("old-hub"));
     assert_eq!(
-        read.accepted,
+        converted.accepted,
         BTreeMap::from([("mgmt".to_owned(), nets(&["10.244.0.0/16"]))])
     );
     let name = |namespace: &str, name: &str| core::ObjectName {
@@ -115,7 +115,7 @@ fn every_field_is_converted() {
         name: name.into(),
     };
     assert_eq!(
-        read.clusters,
+        converted.clusters,
         vec![
             core::Cluster {
                 anchored: Some(nets(&["10.96.0.0/12"])),
@@ -126,6 +126,7 @@ fn every_field_is_converted() {
                 .map(|(net, nodes)| (net.parse().unwrap(), nodes.into_iter().collect()))
                 .into(),
                 anchors: 2,
+                locations: core::Locations::Connected,
                 pod_network: core::PodNetwork::Shared,
                 exports: vec![core::Export {
                     namespace: "rook-ceph".into(),
@@ -196,7 +197,7 @@ fn mesh_without_local_entry_is_accepted() {
         "name": "kubernetes-a", "kubeconfigSecretRef": {"name": "kubernetes-a-admin-kubeconfig", "key": "super-admin.conf"},
         "allowedNetworks": ["10.243.0.0/17", "10.95.0.0/17", "100.65.1.0/24"], "wireguardPort": 51820, "persistentKeepalive": 25,
     });
-    let (read, warnings) = to_core(&object(spec)).unwrap();
+    let (converted, warnings) = to_core(&object(spec)).unwrap();
     assert_eq!(warnings, Vec::new());
     let first = core::Cluster {
         persistent_keepalive: 25,
@@ -206,9 +207,10 @@ fn mesh_without_local_entry_is_accepted() {
             &["10.243.0.0/17", "10.95.0.0/17", "100.65.1.0/24"],
         )
     };
-    assert_eq!(read.clusters[0], first);
+    assert_eq!(converted.clusters[0], first);
     assert!(
-        read.clusters
+        converted
+            .clusters
             .iter()
             .all(|entry| entry.identity != core::ClusterIdentity::Local)
     );
@@ -229,8 +231,8 @@ fn ignored_and_changed_values_cause_warnings() {
     spec["clusters"][0]["allowedNetworks"] = json!(["10.244.3.9/16", "10.244.0.0/16"]);
     spec["clusters"][0]["kubeconfigSecretRef"] = json!({"name": "unused"});
     spec["clusters"][1]["exports"] = json!([{"namespace": "a"}]);
-    let (read, warnings) = to_core(&object(spec)).unwrap();
-    assert_eq!(read.clusters[0].allowed, nets(&["10.244.0.0/16"]));
+    let (converted, warnings) = to_core(&object(spec)).unwrap();
+    assert_eq!(converted.clusters[0].allowed, nets(&["10.244.0.0/16"]));
     assert_eq!(
         warnings.iter().map(ToString::to_string).collect::<Vec<_>>(),
         [

@@ -11,8 +11,9 @@ use crate::{
 };
 
 impl<'a> PeerPlanner<'a, '_> {
-    /// Plans the existing Peer of a held node again, without prefixes that are taken. Unless it is a node of the target itself, also without
-    /// prefixes that allowedNetworks do not contain, or that overlap podCIDRs of a masqueraded target. `None` = the node has no valid Peer, or the Peer's key or name is taken.
+    /// Plans the existing Peer of a held node again, without prefixes that are taken. The Peer of another member's node also loses prefixes
+    /// outside that member's allowedNetworks, and those that overlap [`super::own_pods::OwnPods`] of the target. `None` = the node has no
+    /// valid Peer, or the Peer's key or name is taken.
     pub(super) fn hold_node(
         &mut self,
         source: &str,

@@ -10,12 +10,13 @@ pub(super) const NAT_KEEPALIVE: NonZeroU16 = NonZeroU16::new(25).unwrap();
 
 impl<'a> PeerPlanner<'a, '_> {
     /// The keepalive of a source's Peers that have an endpoint: the highest `persistentKeepalive` of all entries (as in the
-    /// predecessor). If a node of this target is behind a NAT, [`nat_keepalive`] of that value. [`Self::add_source`] always uses
-    /// [`nat_keepalive`] for Peers without an endpoint.
+    /// predecessor). If a node of this target is behind a NAT, [`nat_keepalive`] of that value. [`Self::set_keepalive`]
+    /// always uses [`nat_keepalive`] for Peers without an endpoint.
     ///
     /// A node counts as behind a NAT in each of these cases:
     /// - It publishes a keepalive.
-    /// - Other members see it at an address that it does not publish, and `kg` does not serve the target.
+    /// - Other members see it at an address that it does not publish, and `kg` does not serve the target. If the source is the target
+    ///   itself, this includes what nodes of the target see.
     /// - It has only private addresses, and existing Peers of the source have a keepalive for NATs ([`Self::has_nat_keepalive`]).
     /// - It has addresses, but none that can be an endpoint in the source.
     pub(super) fn keepalive(&self, source: &MeshMember<'a>) -> u16 {
@@ -42,8 +43,8 @@ impl<'a> PeerPlanner<'a, '_> {
         let has_nat_keepalive = self.has_nat_keepalive(&source.cluster.name, configured);
         let behind_nat = self.target.last_observed().is_some_and(|member| {
             member.nodes.values().any(|node| {
-                // kg restarts all its sessions when a keepalive changes, so a report must not change one. Users can set it.
-                // Nodes in other locations of the target see its nodes, too.
+                // kg restarts all its sessions when a keepalive changes, so a report must not change one. Users can set
+                // `persistentKeepalive` instead.
                 let is_own = source.cluster.name == self.name;
                 let is_seen = |by| discovered::is_behind_nat(node, by);
                 let is_reported = !self.runs_kg

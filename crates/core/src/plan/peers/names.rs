@@ -62,9 +62,9 @@ impl<'a> PeerPlanner<'a, '_> {
             !(foreign || used || self.peers.contains_key(name))
         };
         let name = kept.unwrap_or_else(|| {
-            let long = naming.peer(self.inputs.mesh, source, node, true);
-            let further = (1u32..).map(|number| format!("{long}-{number}"));
-            let mut names = [readable, long.clone()].into_iter().chain(further);
+            let hashed = naming.peer(self.inputs.mesh, source, node, true);
+            let further = (1u32..).map(|number| format!("{hashed}-{number}"));
+            let mut names = [readable, hashed.clone()].into_iter().chain(further);
             names.find(is_free).unwrap_or_default()
         });
         self.taken_keys.insert(spec.public_key, format!("Peer {name}"));

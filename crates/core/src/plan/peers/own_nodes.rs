@@ -15,8 +15,9 @@ use crate::{
 };
 
 impl PeerPlanner<'_, '_> {
-    /// Adds a Peer for each registered node of the target itself. It has the node's location, and only the nodes in other locations use
-    /// it. Peers of own nodes are added before those of other members, so that no other member takes an own node's prefix.
+    /// Adds a Peer for each registered node of the target itself that has a location, and keeps the Peers of held nodes. The Peer's role
+    /// contains the location, and only the nodes in other locations use the Peer. Peers of own nodes are added before those of other
+    /// members, so that no other member takes an own node's prefix.
     pub(in crate::plan) fn add_own_nodes(&mut self) {
         let (target, inputs, name) = (self.target, self.inputs, self.name);
         let parts = target.last_observed().zip(inputs.registries.get(name));
@@ -68,7 +69,8 @@ impl PeerPlanner<'_, '_> {
                 let cluster = name.to_owned();
                 self.facts.insert(Fact::AddressShared { cluster, message });
             }
-            // If kg serves some node of the target, the keys of all its nodes are taken for other members.
+            // If kg serves some node of the target, `PeerPlanner::new` takes the keys of all nodes of the target, so that other members
+            // cannot take them.
             let owner = self.taken_keys.get(&node.key);
             if owner.is_some_and(|owner| *owner == format!("Node {}", node.node)) {
                 self.taken_keys.remove(&node.key);
@@ -111,8 +113,8 @@ impl PeerPlanner<'_, '_> {
     }
 }
 
-/// The allowed IPs of a node in its own cluster: all its addresses and pod networks, even those outside allowedNetworks, which say what
-/// other members may see.
+/// The allowed IPs of a node in its own cluster: the prefixes of its Peers in other members, its InternalIPs and, unless the pod network is
+/// shared, its podCIDRs. They may lie outside allowedNetworks, which limit only what other members see.
 fn own_prefixes(pod_network: PodNetwork, node: &RegisteredNode<'_>) -> BTreeSet<IpNet> {
     let observed = node.observed;
     let mut prefixes = node.prefixes.clone();
@@ -124,8 +126,8 @@ fn own_prefixes(pod_network: PodNetwork, node: &RegisteredNode<'_>) -> BTreeSet<
     prefixes
 }
 
-/// The InternalIPs that more than one registered node has. Locations may have equal private networks, and an agent refuses a Peer with an
-/// address of its own node.
+/// The InternalIPs that more than one registered node has. Locations may have equal private networks, and an agent refuses an
+/// allowed IP that is an address of its own node.
 fn shared_internal_ips(registry: &NodeRegistry<'_>) -> BTreeSet<IpNet> {
     let mut seen = BTreeSet::new();
     let nodes = registry.registered.iter();

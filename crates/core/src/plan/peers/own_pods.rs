@@ -1,7 +1,9 @@
-//! Keeps the podCIDRs of the own Nodes of a target that is masqueraded, or that connects its locations, out of the Peers and PeerPolicies of
-//! other members in it. A masqueraded target may have the pod
-//! network of a routed source. An allowed IP in that network would take packets between the target's own pods into the tunnel, and a
-//! network of a policy would make these pods unreachable. (The networks of a routed target overlap no other member's: design rule 10.)
+//! Collects the podCIDRs of a target's own Nodes. The Peers and PeerPolicies that describe other members in this target leave them out.
+//! An allowed IP in a podCIDR would take packets between the target's own pods into the tunnel, and a network of a policy would make
+//! these pods unreachable.
+//!
+//! Needed only if the target is masqueraded, because then it may have the pod network of a routed source, or if it connects its
+//! locations. The allowedNetworks of other targets overlap those of no other cluster (design rule 10).
 
 use std::collections::BTreeSet;
 
@@ -25,7 +27,7 @@ impl OwnPods {
         let member = target.last_observed().filter(|_| has_pod_cidrs);
         let nodes = member.into_iter().flat_map(|member| member.nodes.values());
         let pod_cidrs = nodes.flat_map(|node| &node.pod_cidrs).filter_map(Claim::value);
-        // Wider ones are no podCIDRs. A hostile kubelet could claim one when it creates its Node.
+        // A network that is too wide is no podCIDR. A hostile kubelet could claim one when it creates its Node.
         let pod_cidrs = pod_cidrs.map(IpNet::trunc).filter(|network| !is_too_wide(network));
         Self(pod_cidrs.collect())
     }

@@ -215,7 +215,7 @@ fn nodes_behind_nat_keep_their_mapping_toward_other_locations() {
 #[test]
 fn pods_of_own_nodes_belong_to_no_other_member() {
     let (mut mesh, mut seen) = mesh_with_locations();
-    // The tenant's pods are outside its allowedNetworks and inside those of the hub.
+    // The podCIDR of `x` is outside the tenant's allowedNetworks. Those of the hub contain one address of this podCIDR.
     mesh.clusters[1].pod_network = PodNetwork::PerNode;
     mesh.clusters[0].allowed = nets(&["10.1.0.0/16", "10.2.1.9/32", "100.66.1.0/24"]);
     mesh.clusters[1].allowed = nets(&["10.2.2.0/23", "100.66.2.0/24"]);

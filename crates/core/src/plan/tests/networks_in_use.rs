@@ -51,7 +51,7 @@ fn node_addresses_in_other_members_network_are_reported_once() {
         "{message}"
     );
 
-    // mgmt declares with endpointNetworks that its Nodes may have addresses there, because they are VMs inside tenant.
+    // With endpointNetworks, each of the two members declares that its Nodes may have addresses in the network of the other.
     let mut hosted = mesh.clone();
     hosted.clusters[0].endpoint_networks = nets(&["100.66.2.0/24"]);
     hosted.clusters[1].endpoint_networks = nets(&["10.1.0.0/16"]);

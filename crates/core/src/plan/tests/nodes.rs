@@ -71,7 +71,7 @@ fn node_with_invalid_or_missing_claim_is_skipped_with_reason() {
 #[test]
 fn unusable_addresses_are_left_out_and_reported() {
     let mut mesh = two_clusters();
-    let left_out = |mesh: &Mesh, change: &dyn Fn(&mut Node)| -> (Option<Endpoint>, BTreeSet<Fact>) {
+    let endpoint_and_facts = |mesh: &Mesh, change: &dyn Fn(&mut Node)| -> (Option<Endpoint>, BTreeSet<Fact>) {
         let mut seen = seen();
         edit(&mut seen, &secret("tenant"), |m| change(m.nodes.get_mut("x").unwrap()));
         let (_, mesh_plan) = plan_mesh(mesh, &seen);
@@ -98,23 +98,23 @@ fn unusable_addresses_are_left_out_and_reported() {
                 "{kind} {address} of Node x is no endpoint of its Peer: it is {what}"
             ))
         };
-        let by_status = left_out(&mesh, &|node| node.external_ips = ips(&[address]));
+        let by_status = endpoint_and_facts(&mesh, &|node| node.external_ips = ips(&[address]));
         let other = Endpoint::Ip("172.30.2.1:51820".parse().unwrap());
         assert_eq!(by_status, (Some(other.clone()), message("ExternalIP")));
-        let by_kilo = left_out(&mesh, &|node| {
+        let by_kilo = endpoint_and_facts(&mesh, &|node| {
             let address = SocketAddr::new(address.parse().unwrap(), 51820);
             node.kilo_endpoint = Claim::Valid(Endpoint::Ip(address));
         });
         assert_eq!(by_kilo, (Some(other), message("annotation endpoint")));
     }
     let foreign = |node: &mut Node| node.allowed_location_ips = nets(&["10.1.4.0/24"]);
-    let (_, facts) = left_out(&mesh, &foreign);
+    let (_, facts) = endpoint_and_facts(&mesh, &foreign);
     let message = "10.1.4.0/24 of annotation allowed-location-ips of Node x lies outside allowedNetworks of cluster \"tenant\" \
                    (10.2.0.0/16, 100.66.2.0/24), and its Peer leaves it out";
     assert_eq!(facts, fact(message));
     // A masqueraded member publishes no location IPs at all.
     mesh.clusters[1].addressing = Addressing::Masqueraded;
-    assert_eq!(left_out(&mesh, &foreign).1, BTreeSet::new());
+    assert_eq!(endpoint_and_facts(&mesh, &foreign).1, BTreeSet::new());
 }
 
 #[test]

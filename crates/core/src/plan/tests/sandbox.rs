@@ -1,4 +1,5 @@
-//! Tests the objects that are planned for a sandbox, in the target and in the sandbox. A sandbox reaches only the Services granted to it.
+//! Tests the objects that are planned for a sandbox, in the member that grants it Services and in the sandbox. A sandbox reaches only the
+//! Services granted to it.
 
 use super::*;
 use crate::{

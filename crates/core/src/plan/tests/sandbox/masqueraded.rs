@@ -117,7 +117,7 @@ fn quarantine_of_the_exporter_closes_its_gateways() {
     let policy = plan_mesh(&mesh, &seen).1.targets["tenant"].policies["m--mgmt"]
         .spec
         .clone();
-    // Gateways only reply, so they are no sources.
+    // Gateways only reply, so they add no source. (In this test the WireGuard network of mgmt contains their addresses.)
     assert_eq!(policy.sources, net_set(&["100.66.1.0/24"]));
     assert!(
         policy

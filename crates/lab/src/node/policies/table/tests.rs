@@ -114,8 +114,8 @@ fn chains_of_selected_pod_drop_all_but_allowed_traffic() {
              "ports": [{"protocol": "UDP", "port": 53}, {"protocol": "TCP"}]},
         ],
     });
-    // A chain's name contains the position of its pod among all pods with their own address that have not terminated, sorted by
-    // namespace and name: `vm` is number 2.
+    // A chain's name contains the index (from 0) of its pod among all pods with their own address that have not terminated, sorted
+    // by namespace and name: `vm` has the index 2.
     let want = "table inet policies
 delete table inet policies
 table inet policies {
