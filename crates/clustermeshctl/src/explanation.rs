@@ -15,6 +15,7 @@ use ipnet::IpNet;
 
 mod backend;
 mod connectivity;
+mod locations;
 mod packet;
 #[cfg(test)]
 mod tests;
@@ -59,6 +60,8 @@ pub(crate) enum Rule {
     Granted,
     /// The destination's cluster has no PeerPolicy CRD, so its nodes accept all packets from its Peers.
     NoPolicyHere,
+    /// Both ends are in different locations of one cluster that connects its locations.
+    BetweenLocations,
     SameCluster,
     MemberUnseen,
     NotInOneMesh,
@@ -102,7 +105,7 @@ impl Rule {
     /// Whether a connection to which this rule applies is allowed.
     pub(crate) const fn verdict(self) -> Verdict {
         match self {
-            Self::Meshed | Self::Granted | Self::NoPolicyHere => Verdict::Allowed,
+            Self::Meshed | Self::Granted | Self::NoPolicyHere | Self::BetweenLocations => Verdict::Allowed,
             Self::SameCluster | Self::MemberUnseen => Verdict::Unknown,
             _ => Verdict::Denied,
         }
@@ -203,10 +206,7 @@ impl<'a> Explainer<'a> {
     /// Explains whether one connection is allowed, and by which rule.
     pub(crate) fn explain(&self, from: &Source, to: &Destination) -> Explanation {
         if from.cluster.same_cluster(&to.cluster) {
-            return Explanation::new(
-                Rule::SameCluster,
-                "both ends are in the same cluster: packets between them do not use the mesh",
-            );
+            return self.explain_inside(from, to);
         }
         let answers = self.meshes.iter().filter_map(|mesh| self.explain_in(mesh, from, to));
         // One mesh that allows the connection is enough. Otherwise, one mesh with an unknown answer makes the answer unknown.

@@ -8,15 +8,15 @@ use std::{
 
 use clustermesh_core::{
     key::PublicKey,
-    mesh::{Addressing, ClusterIdentity, PodNetwork, Protocol},
-    observe::{Claim, Member, Observation, PolicySpec, Server},
+    mesh::{Addressing, ClusterIdentity, Locations, PodNetwork, Protocol},
+    observe::{Claim, Member, Observation, PeerRole, PolicySpec, Server},
     plan::{Plan, Settings, TargetPlan},
 };
 use clustermesh_scenarios::{Scenario, TestNaming, identity, ip, planned, sandboxed, scenario};
 use ipnet::IpNet;
 use proptest::{option, prelude::*, sample::select};
 
-use super::{Destination, Explainer, Explanation, Source, Verdict};
+use super::{Destination, Explainer, Explanation, Rule, Source, Verdict};
 
 /// The plans of all meshes for a cluster, each with a function that resolves the names of sources in that mesh.
 fn target_plans<'p>(
@@ -326,6 +326,39 @@ proptest! {
                     let is_unobserved = clusters.any(|cluster| scenario.seen.members[cluster].last().is_none());
                     prop_assert!(is_unobserved, "{answer:?}");
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn connection_inside_a_cluster_uses_a_tunnel_between_locations(mut scenario in scenario()) {
+        for cluster in scenario.meshes.iter_mut().flat_map(|mesh| &mut mesh.clusters) {
+            cluster.locations = Locations::Connected;
+        }
+        for member in scenario.seen.members.values_mut() {
+            let Observation::Fresh(member) = member else { continue };
+            for (node, location) in member.nodes.values_mut().zip(["east", "west"].into_iter().cycle()) {
+                (node.server, node.location) = (Server::Agent, location.into());
+            }
+        }
+        let plan = planned(&scenario);
+        for cluster in (0..3).map(identity) {
+            let own: Vec<_> = target_plans(&plan, &cluster)
+                .flat_map(|(target, _)| target.peers.values())
+                .filter_map(|peer| match &peer.spec.role {
+                    PeerRole::OwnNode(location) => Some((peer, location)),
+                    _ => None,
+                })
+                .collect();
+            for ((source, here), (destination, there)) in own.iter().flat_map(|source| own.iter().map(move |destination| (source, destination))) {
+                let from = Source { cluster: cluster.clone(), node: Some(source.node.clone()), address: None };
+                // The WireGuard address of a node is in no other Peer.
+                let wireguard = destination.spec.allowed_ips.iter().find(|net| net.to_string().starts_with("100.66."));
+                let Some(address) = wireguard.map(IpNet::addr) else { continue };
+                let to = Destination { cluster: cluster.clone(), node: None, address, port: None };
+                let rule = if here == there { Rule::SameCluster } else { Rule::BetweenLocations };
+                let answer = explain_in(&scenario, &plan, &from, &to);
+                prop_assert_eq!(answer.rule, rule, "{}", answer.message);
             }
         }
     }
