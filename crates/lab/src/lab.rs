@@ -55,6 +55,23 @@ struct LabState {
     nodes: Vec<NodePlan>,
 }
 
+/// Linux allows a user 128 inotify instances by default. The programs of each node need about ten, and without them kube-proxy does not
+/// start ("too many open files"): the nodes of three labs need more than 128.
+fn raise_inotify_limit(progress: &dyn Fn(&str)) {
+    const FILE: &str = "/proc/sys/fs/inotify/max_user_instances";
+    const WANTED: u32 = 1024;
+    let current = std::fs::read_to_string(FILE)
+        .ok()
+        .and_then(|text| text.trim().parse().ok());
+    if current.is_some_and(|current: u32| current < WANTED)
+        && let Err(error) = std::fs::write(FILE, WANTED.to_string())
+    {
+        progress(&format!(
+            "cannot set {FILE} to {WANTED} ({error}): several labs at once may fail"
+        ));
+    }
+}
+
 impl Lab {
     /// Builds missing programs into the cache (with progress on standard error), starts the lab and waits until all API
     /// servers answer. In a cluster with [`ClusterPlan::controllers`] it also waits until every node is Ready and has pod
@@ -80,6 +97,7 @@ impl Lab {
             sets.extend([ArtefactSet::Nodes, ArtefactSet::Runtime, ArtefactSet::Dns]);
         }
         let tools = Tools::ensure(&sets, progress)?;
+        raise_inotify_limit(progress);
         let run = Run::start()?;
         let state = LabState {
             plan,

@@ -348,8 +348,11 @@ impl<'a> Product<'a> {
                     },
                 )
                 .collect();
+            // A status of the mesh before the last change may be Ready, too.
+            let is_current =
+                |ready: &serde_json::Value| ready["observedGeneration"].as_i64() == mesh.metadata.generation;
             match ready {
-                Some(ready) if ready["status"] == "True" && registered == nodes => Ok(()),
+                Some(ready) if ready["status"] == "True" && is_current(ready) && registered == nodes => Ok(()),
                 _ => Err(format!(
                     "registered {registered:?} of {nodes:?} nodes; conditions: {}",
                     status["conditions"]
