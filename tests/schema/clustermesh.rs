@@ -198,7 +198,7 @@ async fn set_fields_are_stored_and_omitted_fields_are_defaulted() {
     let server = ApiServer::start().await;
     let spec = json!({"paused": true, "clusters": [
         {"name": "mgmt", "local": true, "allowedNetworks": ["10.244.0.0/16", "10.96.0.0/12"],
-         "anchoredNetworks": ["10.96.0.0/12"], "anchors": 2, "podNetwork": "Shared",
+         "anchoredNetworks": ["10.96.0.0/12"], "anchors": 2, "podNetwork": "Shared", "locations": "Connected",
          "exports": [{"namespace": "rook-ceph", "podSelector": {"matchLabels": {"app": "rook-ceph-osd"}}}],
          "wireguardPort": 51821, "persistentKeepalive": 25, "isolationProfile": "cluster-meshed", "addressing": "Routed"},
         {"name": "notebooks", "kubeconfigSecretRef": {"name": "kc", "context": "admin"}, "isolationProfile": "sandbox",
@@ -214,6 +214,7 @@ async fn set_fields_are_stored_and_omitted_fields_are_defaulted() {
         ("addressing", json!("Routed")),
         ("anchors", json!(1)),
         ("podNetwork", json!("PerNode")),
+        ("locations", json!("Ignored")),
         ("wireguardPort", json!(51820)),
         ("persistentKeepalive", json!(0)),
     ] {

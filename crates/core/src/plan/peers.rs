@@ -121,7 +121,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         // count as taken. With wg-agent only the node with that key refuses such a Peer, so a copied key harms no other node.
         for (node, observed) in member.filter(|_| runs_kg).into_iter().flat_map(|m| &m.nodes) {
             if let Some(key) = observed.public_key.value() {
-                taken_keys.insert(*key, format!("Node {node}"));
+                taken_keys.entry(*key).or_insert_with(|| format!("Node {node}"));
             }
         }
         Self {

@@ -208,6 +208,8 @@ proptest! {
         bad.held_for = Some(Duration::from_secs(600));
         bad.granularity = Some(Granularity::Full);
         bad.location = "elsewhere".into();
+        // An active kg ends the tunnels between the locations of its cluster.
+        bad.silent = true;
         bad.discovered.clear();
         bad.persistent_keepalive = 0;
         match how {
@@ -221,10 +223,12 @@ proptest! {
         if bad.public_key.value().is_some() {
             bad.public_key = Claim::Valid(PublicKey::new([200; 32]));
         }
-        // Peers in a masqueraded target leave out the podCIDRs of all its Nodes.
+        // Peers in a target that is masqueraded or connects its locations leave out the podCIDRs of all its Nodes.
         let clusters = scenario.meshes.iter().flat_map(|mesh| &mesh.clusters);
         let mut own = clusters.filter(|cluster| cluster.identity.same_cluster(&identity(n)));
-        if own.any(|cluster| cluster.effective_addressing() == Addressing::Masqueraded) {
+        if own.any(|cluster| {
+            cluster.effective_addressing() == Addressing::Masqueraded || cluster.locations == Locations::Connected
+        }) {
             bad.pod_cidrs.clear();
         }
         // Removes networks that contain all addresses: with them, the WireGuard address of case 1 would be valid.

@@ -43,7 +43,7 @@ impl PeerPlanner<'_, '_> {
         let shared_ips = shared_internal_ips(registry);
         let own_names = self.own_names(name, registry);
         let keepalive = self.keepalive(target);
-        for node in &registry.registered {
+        for node in agent_nodes(registry) {
             let location = &node.observed.location;
             if location.is_empty() {
                 let message = "it has no location, so nodes in other locations of its cluster have no tunnel to it: set the label \
@@ -97,7 +97,7 @@ impl PeerPlanner<'_, '_> {
                 "kg serves Node {node}, and connects the locations itself: remove `locations: Connected`, or kg and its annotations"
             ));
         }
-        let registered = registry.registered.iter().map(|node| node.observed);
+        let registered = agent_nodes(registry).map(|node| node.observed);
         let held = registry.held.keys().filter_map(|name| member.nodes.get(*name));
         let locations = registered.chain(held).map(|node| &*node.location);
         let locations: BTreeSet<&str> = locations.filter(|location| !location.is_empty()).collect();
@@ -111,6 +111,12 @@ impl PeerPlanner<'_, '_> {
              kilo.squat.ai/location of its Nodes, or remove `locations: Connected`"
         ))
     }
+}
+
+/// The registered nodes on which wg-agent owns the tunnel: only they use Peers of their own cluster.
+fn agent_nodes<'r, 'a>(registry: &'r NodeRegistry<'a>) -> impl Iterator<Item = &'r RegisteredNode<'a>> {
+    let registered = registry.registered.iter();
+    registered.filter(|node| node.observed.server == Server::Agent)
 }
 
 /// The allowed IPs of a node in its own cluster: the prefixes of its Peers in other members, its InternalIPs and, unless the pod network is
@@ -130,8 +136,7 @@ fn own_prefixes(pod_network: PodNetwork, node: &RegisteredNode<'_>) -> BTreeSet<
 /// allowed IP that is an address of its own node.
 fn shared_internal_ips(registry: &NodeRegistry<'_>) -> BTreeSet<IpNet> {
     let mut seen = BTreeSet::new();
-    let nodes = registry.registered.iter();
-    let all = nodes.flat_map(|node| internal_ips(node).collect::<BTreeSet<IpNet>>());
+    let all = agent_nodes(registry).flat_map(|node| internal_ips(node).collect::<BTreeSet<IpNet>>());
     all.filter(|ip| !seen.insert(*ip)).collect()
 }
 
