@@ -130,9 +130,9 @@ pub struct ClusterEntry {
     #[schemars(schema_with = "schema::networks_required")]
     pub allowed_networks: Vec<String>,
     /// Networks inside `allowedNetworks` that no node owns, such as the Service network. They are reached through an anchor node,
-    /// which masquerades the packets. Default: the entries of `allowedNetworks` in which no Node has a podCIDR or an address; once the
-    /// status lists such an entry as anchored, no Node can claim a part of it, unless the entry is exactly its InternalIP. An empty list
-    /// anchors nothing.
+    /// which masquerades the packets. Default: the entries of `allowedNetworks` in which no Node has a podCIDR or an address. Once the
+    /// status lists such a network as anchored, no Node can claim a part of it. Exception: a network of a single address that is the
+    /// InternalIP of a Node. An empty list anchors nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "schema::anchored_networks")]
     pub anchored_networks: Option<Vec<String>>,

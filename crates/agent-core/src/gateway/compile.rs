@@ -262,7 +262,7 @@ impl<'a> Compiler<'a> {
                 return;
             }
         };
-        // Only endpoints are refused. The grant is added with the others.
+        // This reports only the endpoints that are left out. The grant is still added, with its other endpoints.
         if let Some(message) = resolved.left_out {
             self.refuse_grant(access, granted, field(".service"), Reason::EndpointForbidden, message);
         }

@@ -94,7 +94,7 @@ pub struct ClusterStatus {
     /// Whether its API server is reachable.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reachable: Option<bool>,
-    /// When an object last differed from the plan; if none did, the first pass.
+    /// Since when all objects match the plan; while one differs, the latest pass.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_sync: Option<Time>,
     /// Version of its API server.
@@ -203,7 +203,7 @@ pub struct BrokenLink {
     pub to: String,
     /// Number of working tunnels to `to`, on those nodes of `from` that report a broken tunnel.
     pub up: i64,
-    /// Number of all tunnels to `to` on those nodes.
+    /// Number of all tunnels to `to`, on the same nodes as for `up`.
     pub total: i64,
 }
 

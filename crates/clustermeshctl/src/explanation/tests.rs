@@ -244,7 +244,8 @@ const MESH_ADDRESSES: &[&str] = &[
     "10.1.200.1",
     "100.66.1.10",
 ];
-/// Destination ports of the queries. None is a gateway port (those begin at 20000), so no query enters through a gateway.
+/// Destination ports of the queries. Gateway ports begin at 20000, so no query has one, and [`enters_through_gateway`] is always false.
+/// The function only completes the model.
 const PORTS: &[u16] = &[80, 443, 6443, 10250];
 
 fn query() -> impl Strategy<Value = (Source, Destination)> {

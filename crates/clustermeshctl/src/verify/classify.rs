@@ -93,8 +93,8 @@ pub(super) struct Classifier<'a> {
     pub(super) explainer: &'a Explainer<'a>,
     pub(super) source: &'a ProbeSource,
     pub(super) from: &'a ClusterIdentity,
-    /// Whether denied sockets on the underlay are findings, too: an answer is a violation. False for a cluster that is
-    /// cluster-meshed in every mesh and not quarantined.
+    /// Whether denied sockets on the underlay are treated like those in the mesh ([`Row::violations`], [`Row::refused`]). False if the
+    /// source's cluster is cluster-meshed in every mesh and not quarantined.
     pub(super) is_underlay_checked: bool,
     /// The mesh's WireGuard device.
     pub(super) device: &'a str,

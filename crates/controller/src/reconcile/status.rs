@@ -165,7 +165,8 @@ impl Reconciler {
 
     /// Whether the report of a mesh has to wait, at most [`MAX_REPORT_DELAY`]. It waits for a member that lost its fresh observation only a
     /// short time ago, or just began to be read ([`Session::is_settling`](crate::session::Session::is_settling)). If the mesh is not
-    /// paused, it also waits for objects that do not match the plan yet, except in members that do not answer or refuse writes.
+    /// paused, it also waits for objects that do not match the plan yet. It does not wait for those in a member that refuses writes, or
+    /// that does not answer.
     fn must_wait(&mut self, pass: &Pass, id: &MeshId, plan: &MeshPlan) -> bool {
         let members = || {
             plan.identities
@@ -231,10 +232,11 @@ impl Reconciler {
             let (current, enforced) = (feeds.policy_revision(), feeds.enforced_revisions());
             let outdated =
                 (self.reports.outdated_agents).update(identity, current.as_deref(), enforced, Instant::now());
-            // For a gateway, the revision is `APPLIED`, or the list of its outdated SandboxAccesses.
-            let enforced = seen.map(enforcement::outdated_accesses).unwrap_or_default();
-            let current = is_fresh.then_some(enforcement::APPLIED);
-            let gateways = (self.reports.outdated_gateways).update(identity, current, enforced, Instant::now());
+            // For gateways, a text takes the place of the revision: `APPLIED` if the gateway is up to date, otherwise its outdated
+            // SandboxAccesses.
+            let texts = seen.map(enforcement::outdated_accesses).unwrap_or_default();
+            let up_to_date = is_fresh.then_some(enforcement::APPLIED);
+            let gateways = (self.reports.outdated_gateways).update(identity, up_to_date, texts, Instant::now());
             // Without Peers of this mesh, only the gateways of a member have tunnels of the mesh. Then a node with a bypass or without
             // wg-agent is no problem.
             let observed_peers = seen.and_then(|seen| seen.peers.as_ref());

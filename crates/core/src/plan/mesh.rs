@@ -426,9 +426,9 @@ fn is_trusted(mesh_member: &target::MeshMember<'_>) -> bool {
     mesh_member.cluster.profile == Profile::ClusterMeshed
 }
 
-/// Whether an entry that keeps its former networks counts as routed before. With a shared pod network it does. Otherwise it was
-/// masqueraded if its networks contain no podCIDR of its Nodes; planned as routed, these Nodes would lose their Peers. The oldest Node
-/// decides, so that a new one changes nothing.
+/// Guesses whether an entry whose changed networks are refused was routed before the change. With a shared pod network it was. Otherwise
+/// it was if its former networks, which it keeps, contain a podCIDR of its oldest Node that has one. A newer Node does not matter, so that
+/// it changes nothing. If a masqueraded entry were planned as routed, its Nodes would lose their Peers.
 fn was_routed(cluster: &Cluster, member: &Member) -> bool {
     let with_pods = member
         .nodes

@@ -183,7 +183,8 @@ async fn run_loop(
                     if let Some(answered_at) = answered_at && !gateway.renew(answered_at).await {
                         break RETRY;
                     }
-                    // If this process has not written a table, or the last write failed, the pass may have waited for this answer.
+                    // While the table is from an earlier process, or after a failed write, `pass` may write nothing until the API server
+                    // answers. It has answered now, so the next pass starts at once.
                     if !gateway.table_manager.has_written() {
                         break Duration::ZERO;
                     }

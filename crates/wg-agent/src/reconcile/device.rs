@@ -133,8 +133,9 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
                 self.tracker.reset_except_live_endpoints();
             }
         }
-        // The device may use another endpoint than the configured one (roaming). Where the desired endpoint must replace the one in use,
-        // `diff` compares these two, so that it finds a change.
+        // `configured` of an observed peer has the endpoint that was written last. Roaming changes only the endpoint in use. `diff`
+        // compares `configured` with the desired peer. So that it finds a change where the endpoint in use must be replaced by the
+        // desired one, `configured` gets the endpoint in use there.
         let must_write = self.tracker.replace_configured_by_used(&mut observed.peers);
         let changes = diff(&observed.peers, &desired).unwrap_or_default(); // `None` = no changes
         if !changes.is_empty() {

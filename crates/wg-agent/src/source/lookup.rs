@@ -34,7 +34,7 @@ pub async fn run(
     loop {
         let names = wanted.borrow_and_update().clone();
         let old = &known;
-        // No name is wanted before the first pass, and when no host name is in use. The known addresses may stay then: nothing uses them.
+        // No name is wanted before the first pass. The known addresses must stay until then, because a name keeps its known address.
         let has_names = !names.is_empty();
         let selected: Addresses = stream::iter(names)
             .map(|name| async move {

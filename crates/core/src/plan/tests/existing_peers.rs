@@ -323,8 +323,9 @@ fn forbidden_namespace_affects_only_its_own_grant() {
     });
     write_plan(&mesh, &mut seen);
     let (_, plan) = plan_mesh(&mesh, &seen);
+    // `service` of a planned grant is the mirrored Service. Its namespace is `default`, also if the granted Service has another one.
     let grants: Vec<(String, bool)> = (plan.egress.iter())
-        .map(|grant| (grant.service.to_string(), grant.message.contains("(403)")))
+        .map(|planned| (planned.service.to_string(), planned.message.contains("(403)")))
         .collect();
     assert_eq!(
         grants,

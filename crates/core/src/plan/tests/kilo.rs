@@ -102,7 +102,7 @@ fn restart_of_the_only_kg_causes_no_writes() {
     assert_eq!(pending_writes(&mesh, &seen), vec![]);
 }
 
-/// In granularity `location`, by contrast, the Peer of a leader contains the InternalIPs of its followers, too.
+/// The Peer of k1 does not contain the InternalIP of k2. In granularity `location`, the Peer of the leader k1 would contain it.
 #[test]
 fn internal_ip_is_only_in_own_peer_in_granularity_full() {
     let (mesh, mut seen) = kilo_tenant(&[kg_node(1, Granularity::Full), kg_node(2, Granularity::Full)]);
@@ -113,7 +113,7 @@ fn internal_ip_is_only_in_own_peer_in_granularity_full() {
     let (_, mesh_plan) = plan_mesh(&mesh, &seen);
     let own = net_set(&["10.2.1.0/24", "100.66.2.1/32", "172.30.2.1/32"]);
     assert_eq!(*allowed(&mesh_plan, "mgmt", "m--tenant--k1"), own);
-    // The InternalIP of k2 is in no Peer, and is not planned as an anchored network.
+    // `anchored` in a policy of the tenant lists networks of the tenant. The InternalIP of k2 is not among them, although k2 has no Peer.
     let policy = &mesh_plan.targets["tenant"].policies["m--mgmt"];
     assert_eq!(policy.spec.anchored, net_set(&[]));
 }
@@ -223,7 +223,7 @@ fn leader_is_chosen_in_the_order_of_kg() {
 fn address_of_silent_node_goes_to_the_active_one() {
     let (mesh, mut seen) = kilo_tenant(&[kg_node(1, Granularity::Full), kg_node(2, Granularity::Full)]);
     write_plan(&mesh, &mut seen);
-    // kg removed k1 from its topology and gave the address of k1 to k2.
+    // kg has given the address of k1 to k2. The annotation of k1 still contains the address, and k1 is not silent yet.
     edit(&mut seen, &secret("tenant"), |m| {
         m.nodes.get_mut("k2").unwrap().wireguard_ip = m.nodes["k1"].wireguard_ip.clone();
     });
