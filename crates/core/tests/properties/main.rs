@@ -1,5 +1,6 @@
 //! Property tests: the planner obeys its rules for generated input, also hostile input.
 
 mod attacker;
+mod locations;
 mod plan;
 mod sandbox;
