@@ -31,7 +31,7 @@ const HOUR: i64 = 3600;
 
 struct TestEnv<'a> {
     clusters: &'a TwoClusters,
-    library: &'a Path,
+    preload: &'a Path,
 }
 
 #[tokio::test]
@@ -41,7 +41,7 @@ async fn agents_with_wrong_clocks_connect_and_restart() {
     let library = build(directory.path());
     let env = TestEnv {
         clusters: &clusters,
-        library: &library,
+        preload: &library,
     };
     let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
 
@@ -99,7 +99,7 @@ impl TestEnv<'_> {
     /// Starts an agent whose clock is wrong by `skew` seconds, and waits until it is ready.
     async fn start(&self, site: &Site, log: &str, skew: i64) -> Running {
         let variables = [
-            format!("LD_PRELOAD={}", self.library.display()),
+            format!("LD_PRELOAD={}", self.preload.display()),
             format!("SKEW_SECONDS={skew}"),
         ];
         let agent = self

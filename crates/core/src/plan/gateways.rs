@@ -444,7 +444,8 @@ impl<'a> PeerPlanner<'a, '_> {
 pub(super) fn missing_gateway_message(cluster: &str, member: &Member) -> Option<String> {
     member.gateways.is_empty().then(|| {
         format!(
-            "cluster {cluster:?} has no gateway, and sandboxes enter only through gateways, as do all members if it is masqueraded: install them there (deploy/gateway.yaml), or \
+            "cluster {cluster:?} has no gateway, and sandboxes enter only through gateways, as do all members if it is masqueraded: \
+             install them there (deploy/gateway.yaml), or \
              check why they do not start (kubectl get pods,sandboxgateways -n clustermesh-gateway)"
         )
     })

@@ -44,6 +44,7 @@ impl<'a> MeshInputs<'a> {
                 continue;
             }
             let mut networks = mesh_member.networks();
+            let mut sources = networks.clone();
             let has_held_nodes = || {
                 self.registries
                     .get(source)
@@ -57,20 +58,22 @@ impl<'a> MeshInputs<'a> {
                 let ours = existing.values().filter(|policy| {
                     policy.owner.source_cluster.as_deref() == Some(source) && self.is_ours(&policy.owner)
                 });
-                let known = ours
-                    .filter_map(|policy| policy.spec.as_ref().ok())
-                    .flat_map(|spec| &spec.networks);
-                networks.extend(known.copied().filter(|net| mesh_member.cluster.allows(*net)));
+                let is_allowed = |net: &&IpNet| mesh_member.cluster.allows(**net);
+                for known in ours.filter_map(|policy| policy.spec.as_ref().ok()) {
+                    networks.extend(known.networks.iter().filter(is_allowed));
+                    sources.extend(known.sources.iter().filter(is_allowed));
+                }
             }
             // Only a routed source has pod networks.
             if mesh_member.cluster.effective_addressing() == Addressing::Routed {
-                networks.retain(|net| !own_pods.overlaps(*net) || mesh_member.has_wireguard_address_in(*net));
+                let is_kept = |net: &IpNet| !own_pods.overlaps(*net) || mesh_member.has_wireguard_address_in(*net);
+                networks.retain(is_kept);
+                sources.retain(is_kept);
             }
             if networks.is_empty() {
                 continue;
             }
             let closed = link::is_closed(mesh_member);
-            let sources = networks.clone();
             // The gateways of the source only reply, so they are no sources.
             if self.uses_gateways(mesh_member, target) {
                 networks.extend(mesh_member.gateway_prefixes());

@@ -147,3 +147,24 @@ fn one_node_of_kg_does_not_end_the_imports() {
     write_plan(&mesh, &mut seen);
     assert_eq!(gateway_peers(&plan_mesh(&mesh, &seen).1).len(), 2);
 }
+
+/// After a restart of the controller, an exporter may not be observed. The existing PeerPolicy has its gateways among `networks`.
+#[test]
+fn gateways_of_an_unobserved_exporter_become_no_sources() {
+    let (mut mesh, mut seen) = mesh_with_masqueraded_exporter();
+    // The exporter is the tenant, because the hub is always observed.
+    mesh.clusters[0].identity = secret("exporter");
+    let exporter = seen.members.remove(&ClusterIdentity::Local).unwrap();
+    seen.members.insert(secret("exporter"), exporter);
+    write_plan(&mesh, &mut seen);
+    let before = plan_mesh(&mesh, &seen).1.targets["tenant"].policies["m--mgmt"]
+        .spec
+        .clone();
+    assert!(before.networks.contains(&"100.66.1.240/32".parse().unwrap()));
+    seen.members
+        .insert(secret("exporter"), Observation::Unreachable("refused".into()));
+    let after = plan_mesh(&mesh, &seen).1.targets["tenant"].policies["m--mgmt"]
+        .spec
+        .clone();
+    assert_eq!(after, before);
+}
