@@ -100,21 +100,17 @@ fn ensure_one(set: ArtefactSet, progress: &dyn Fn(&str)) -> Result<PathBuf> {
     Ok(directory)
 }
 
-/// Twelve hex digits of a hash over the set's recipe, the Go version and architecture, and the files beside the set's go.mod.
+/// Twelve hex digits of a hash over the set's recipe, the Go version and architecture, and the files in the folder of the set's go.mod
+/// and in its subfolders.
 fn key(set: ArtefactSet) -> Result<String> {
     let mut hash = Sha256::new();
     hash.update(set.recipe());
     hash.update(go_version()?);
     let source = set.source();
-    let mut files: Vec<_> = std::fs::read_dir(&source)
-        .map_err(Error::io(format!("read {}", source.display())))?
-        .filter_map(|entry| entry.ok().map(|entry| entry.path()))
-        .filter(|path| path.is_file())
-        .collect();
-    files.sort();
-    for file in files {
+    for file in files_in(&source)? {
         let bytes = std::fs::read(&file).map_err(Error::io(format!("read {}", file.display())))?;
-        hash.update(file.file_name().unwrap_or_default().as_encoded_bytes());
+        let name = file.strip_prefix(&source).unwrap_or(&file);
+        hash.update(name.as_os_str().as_encoded_bytes());
         hash.update((bytes.len() as u64).to_be_bytes());
         hash.update(bytes);
     }
@@ -124,6 +120,21 @@ fn key(set: ArtefactSet) -> Result<String> {
         .take(6)
         .map(|byte| format!("{byte:02x}"))
         .collect())
+}
+
+/// The files in a folder and its subfolders, sorted.
+fn files_in(folder: &Path) -> Result<Vec<PathBuf>> {
+    let mut files = vec![];
+    for entry in std::fs::read_dir(folder).map_err(Error::io(format!("read {}", folder.display())))? {
+        let path = entry.map_err(Error::io(format!("read {}", folder.display())))?.path();
+        if path.is_dir() {
+            files.extend(files_in(&path)?);
+        } else {
+            files.push(path);
+        }
+    }
+    files.sort();
+    Ok(files)
 }
 
 fn go_version() -> Result<Vec<u8>> {

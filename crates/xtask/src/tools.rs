@@ -2,7 +2,7 @@
 
 use clustermesh_lab::{ArtefactSet, Tools, lab_home};
 
-/// Builds the programs that are missing in the cache, and reports progress on standard error. With an empty cache, this takes about 9
+/// Builds the programs that are missing in the cache, and reports progress on standard error. With an empty cache, this takes about 11
 /// minutes on 2 cores.
 pub fn run() -> anyhow::Result<()> {
     eprintln!("tools: the cache is {}", lab_home()?.display());

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 const KUBERNETES_VERSION: &str = "v1.36.3";
 const CONTAINERD_MODULE: &str = "github.com/containerd/containerd/v2";
+const FLANNEL_MODULE: &str = "github.com/flannel-io/flannel";
 
 /// A group of programs that are built and cached together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
@@ -18,6 +19,10 @@ pub enum ArtefactSet {
     Dns,
     /// wireguard-go, for benchmarks, interoperability tests, and tests that simulate kg.
     WireguardGo,
+    /// flanneld.
+    Flannel,
+    /// The CNI plugin `flannel`. It needs another version of a module that flanneld needs.
+    FlannelPlugin,
 }
 
 /// One `go build`.
@@ -28,7 +33,7 @@ pub(super) struct GoBuild {
     pub(super) tags: &'static str,
     /// The value of the linker flag `-X`. Empty = the flag is not used.
     pub(super) define: String,
-    /// Whether the build needs a C compiler, and links statically with libseccomp.
+    /// Whether the build needs a C compiler, and links statically. libseccomp is available to it.
     pub(super) cgo_static: bool,
 }
 
@@ -46,12 +51,14 @@ impl GoBuild {
 
 impl ArtefactSet {
     /// All sets.
-    pub const ALL: [Self; 5] = [
+    pub const ALL: [Self; 7] = [
         Self::ControlPlane,
         Self::Nodes,
         Self::Runtime,
         Self::Dns,
         Self::WireguardGo,
+        Self::Flannel,
+        Self::FlannelPlugin,
     ];
 
     pub(super) fn name(self) -> &'static str {
@@ -61,6 +68,8 @@ impl ArtefactSet {
             Self::Runtime => "runtime",
             Self::Dns => "dns",
             Self::WireguardGo => "wireguard-go",
+            Self::Flannel => "flannel",
+            Self::FlannelPlugin => "flannel-cni",
         }
     }
 
@@ -71,6 +80,8 @@ impl ArtefactSet {
             Self::Runtime => "runtime",
             Self::Dns => "dns",
             Self::WireguardGo => "wireguard",
+            Self::Flannel => "flannel",
+            Self::FlannelPlugin => "flannel-cni",
         };
         PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../tools")).join(module)
     }
@@ -122,6 +133,14 @@ impl ArtefactSet {
             ],
             Self::Dns => vec![GoBuild::new("coredns", ".")],
             Self::WireguardGo => vec![GoBuild::new("wireguard-go", "golang.zx2c4.com/wireguard")],
+            // On amd64, flanneld's backend `udp` is written in C.
+            Self::Flannel => vec![GoBuild {
+                tags: "netgo,osusergo",
+                define: format!("{FLANNEL_MODULE}/pkg/version.Version=v0.28.10"),
+                cgo_static: true,
+                ..GoBuild::new("flanneld", FLANNEL_MODULE)
+            }],
+            Self::FlannelPlugin => vec![cni("flannel", "meta/flannel")],
         }
     }
 
