@@ -36,7 +36,7 @@ fn write(path: PathBuf, text: &str) -> Result<()> {
 
 /// Creates a cluster's directory with its keys, audit policy and kubeconfigs: `admin.kubeconfig` (through the forwarded
 /// port, for the host), `inside.kubeconfig` (the same user, for use on the underlay), and those of controller-manager,
-/// scheduler and kube-proxy.
+/// scheduler, kube-proxy and flanneld.
 pub(crate) fn write_files(directory: &Path, cluster: &ClusterPlan, port: u16) -> Result<()> {
     let pki = directory.join("pki");
     std::fs::create_dir_all(&pki).map_err(Error::io(format!("create {}", pki.display())))?;
@@ -72,6 +72,7 @@ pub(crate) fn write_files(directory: &Path, cluster: &ClusterPlan, port: u16) ->
         ("controller-manager", &inside, "system:kube-controller-manager", None),
         ("scheduler", &inside, "system:kube-scheduler", None),
         ("proxy", &from_nodes, "system:kube-proxy", None),
+        ("flannel", &from_nodes, "flannel", None),
     ] {
         let text = authority
             .kubeconfig(&cluster.name, url, user, group)

@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 use crate::control_plane::{self, Commands};
 use crate::run::{self, Run};
 use crate::supervisor::{Request, Response};
-use crate::{ArtefactSet, ClusterPlan, Error, LabPlan, NodeNetwork, NodePlan, Result, Tools};
+use crate::{ArtefactSet, ClusterPlan, Error, LabPlan, NodeNetwork, NodePlan, PodNetwork, Result, Tools};
 
 pub use cluster::Cluster;
 pub use node::Node;
@@ -72,6 +72,21 @@ fn raise_inotify_limit(progress: &dyn Fn(&str)) {
     }
 }
 
+/// Checks for the kernel module br_netfilter, without which flanneld exits, and tries to load it.
+fn require_bridge_filter() -> Result<()> {
+    let is_loaded = || Path::new("/proc/sys/net/bridge/bridge-nf-call-iptables").exists();
+    if !is_loaded() {
+        let _ = std::process::Command::new("modprobe").arg("br_netfilter").output();
+    }
+    if is_loaded() {
+        return Ok(());
+    }
+    Err(Error::Missing {
+        what: "the kernel module br_netfilter, which flanneld needs".into(),
+        remedy: "run `modprobe br_netfilter`".into(),
+    })
+}
+
 impl Lab {
     /// Builds missing programs into the cache (with progress on standard error), starts the lab and waits until all API
     /// servers answer. In a cluster with [`ClusterPlan::controllers`] it also waits until every node is Ready and has pod
@@ -95,6 +110,14 @@ impl Lab {
         }
         if plan.clusters.iter().any(|cluster| cluster.controllers) {
             sets.extend([ArtefactSet::Nodes, ArtefactSet::Runtime, ArtefactSet::Dns]);
+        }
+        if plan
+            .clusters
+            .iter()
+            .any(|cluster| cluster.pod_network == PodNetwork::Flannel)
+        {
+            require_bridge_filter()?;
+            sets.extend([ArtefactSet::Flannel, ArtefactSet::FlannelPlugin]);
         }
         let tools = Tools::ensure(&sets, progress)?;
         raise_inotify_limit(progress);
@@ -195,6 +218,9 @@ impl Lab {
             commands.controller_manager(plan)?,
         )?;
         self.start_on_underlay(&format!("{}-scheduler", plan.name), commands.scheduler(plan)?)?;
+        if plan.pod_network == PodNetwork::Flannel {
+            cluster.apply(include_str!("lab/flannel.yaml")).await?;
+        }
         cluster.release_nodes()?;
         cluster.install_dns().await?;
         cluster.wait_for_nodes().await?;

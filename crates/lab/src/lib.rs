@@ -8,7 +8,7 @@
 //! ```text
 //!  owner (test, demo)  --pipe-->  supervisor (pid 1 of its own pid and mount namespace)
 //!        |                          |-- etcd, API servers, controller-manager, scheduler   in netns "underlay"
-//!        |  control.sock            |-- node mgmt-1: pid 1 -> containerd, kubelet, kube-proxy, lab CNI
+//!        |  control.sock            |-- node mgmt-1: pid 1 -> containerd, kubelet, kube-proxy, lab CNI or flannel
 //!        +------------------------->|-- node tenant-a-1 ...
 //! ```
 //! When the pipe closes, for any reason, the supervisor takes everything down, except after [`Lab::keep`]. If the supervisor is

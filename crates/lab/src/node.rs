@@ -3,6 +3,7 @@
 
 mod cni;
 mod config;
+mod flannel;
 mod policies;
 mod root;
 mod services;
@@ -74,7 +75,12 @@ impl Settings {
         resolver: Option<IpAddr>,
         tools: &Tools,
     ) -> crate::Result<Self> {
-        let sets = [ArtefactSet::Nodes, ArtefactSet::Runtime];
+        let sets = [
+            ArtefactSet::Nodes,
+            ArtefactSet::Runtime,
+            ArtefactSet::Flannel,
+            ArtefactSet::FlannelPlugin,
+        ];
         let mut programs: Vec<PathBuf> = sets
             .iter()
             .filter_map(|set| tools.directory(*set).map(Path::to_owned))

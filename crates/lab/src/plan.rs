@@ -106,6 +106,8 @@ pub enum PodNetwork {
     HostGateway,
     /// VXLAN between the nodes' addresses, as with many overlays. IPv4 only.
     Vxlan,
+    /// flannel with its backend `vxlan`. In the lab it carries IPv4 only.
+    Flannel,
 }
 
 /// The network to which a cluster's nodes are connected.

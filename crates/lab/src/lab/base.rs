@@ -5,8 +5,10 @@ use kube::ResourceExt;
 use kube::api::{Api, ListParams};
 
 use super::{Cluster, Lab, TIMEOUT};
-use crate::{Error, ImageSpec, Result, run, wait_until};
+use crate::{Error, ImageSpec, PodNetwork, Result, run, wait_until};
 
+/// The device of flannel's VXLAN.
+const FLANNEL_DEVICE: &str = "flannel.1";
 /// Applets of busybox for which `lab.local/box:1` has links.
 const APPLETS: &str = "sh ls cat ps ip ping nc wget httpd sleep echo env id hostname mkdir tail head grep sed awk date \
     nslookup ifconfig stat mount df true false od kill";
@@ -75,7 +77,10 @@ impl Cluster<'_> {
                     let log = self.lab.log(node.name());
                     return Err(format!("{} is not Ready; see its log {}", node.name(), log.display()));
                 }
-                let routes = node.routes();
+                let routes = match self.plan().pod_network {
+                    PodNetwork::HostGateway | PodNetwork::Vxlan => node.routes(),
+                    PodNetwork::Flannel => flannel_routes(&node, &nodes).await?,
+                };
                 if let Some(missing) = ready.iter().find(|name| !routes.contains(name)) {
                     return Err(format!("{} has no route to the pods of {missing}", node.name()));
                 }
@@ -84,6 +89,24 @@ impl Cluster<'_> {
         })
         .await
     }
+}
+
+/// Names of the nodes to whose pods `node` has routes through flannel's device. Its own name is one if flanneld has given the device
+/// its address, the first of the node's pod range.
+async fn flannel_routes(node: &super::Node<'_>, nodes: &[core::Node]) -> std::result::Result<Vec<String>, String> {
+    // Fails if the device does not exist yet.
+    let words = ["ip", "-j", "route", "show", "table", "all", "dev", FLANNEL_DEVICE];
+    let output = node.exec(words).await.map_err(|error| error.to_string())?;
+    let routes: Vec<serde_json::Value> = serde_json::from_str(&output.stdout).map_err(|error| error.to_string())?;
+    let has_route = |to: &str| routes.iter().any(|route| route["dst"] == to);
+    let is_reached = |object: &&core::Node| {
+        let range = object.spec.as_ref().and_then(|spec| spec.pod_cidr.as_deref());
+        range.is_some_and(|range| match range.split_once('/') {
+            Some((first, _)) if object.name_any() == node.name() => has_route(first),
+            _ => has_route(range),
+        })
+    };
+    Ok(nodes.iter().filter(is_reached).map(ResourceExt::name_any).collect())
 }
 
 /// The last heartbeat of the condition Ready, in seconds since 1970. `None` = Ready is not True.

@@ -167,7 +167,8 @@ spec:
         command::run(&command::argv(["nsenter", &netns, "sh", "-c", &at_port]), None).await?;
         let host_cluster = self.host_cluster(worker)?;
         let device = match host_cluster.plan().pod_network {
-            PodNetwork::HostGateway => "",
+            // The plan's checks exclude flannel.
+            PodNetwork::HostGateway | PodNetwork::Flannel => "",
             PodNetwork::Vxlan => "dev vx onlink",
         };
         for other in host_cluster.nodes().iter().filter(|node| node.is_up()) {

@@ -24,7 +24,9 @@ pub(super) fn cni_template(mtu: u16) -> String {
     .replace("MTU", &mtu.to_string())
 }
 
-pub(super) fn containerd(runc: &Path) -> String {
+/// containerd's configuration. Without the template, the files in [`CNI`] are the CNI configuration.
+pub(super) fn containerd(runc: &Path, has_template: bool) -> String {
+    let template = if has_template { CNI_TEMPLATE } else { "" };
     let unused = ["btrfs", "zfs", "devmapper", "blockfile", "erofs"]
         .map(|name| format!("'io.containerd.snapshotter.v1.{name}', "))
         .concat();
@@ -44,7 +46,7 @@ disabled_plugins = [{unused}'io.containerd.nri.v1.nri', 'io.containerd.tracing.p
 [plugins.'io.containerd.cri.v1.runtime'.cni]
   bin_dirs = ['/opt/cni/bin']
   conf_dir = '{CNI}'
-  conf_template = '{CNI_TEMPLATE}'
+  conf_template = '{template}'
   use_internal_loopback = true
 [plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.runc]
   runtime_type = 'io.containerd.runc.v2'

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use nix::sys::wait::{WaitStatus, wait};
 
-use super::{PolicyEngine, Settings, cni, config};
+use super::{PolicyEngine, Settings, cni, config, flannel};
 use crate::PodNetwork;
 use crate::plan::comma_separated;
 
@@ -60,6 +60,14 @@ pub(super) fn run(settings: &Settings, settings_path: &Path) -> Result<()> {
     for service in manager.kubernetes_services(settings_path)? {
         running.insert(manager.start(&service)?, service);
     }
+    if settings.pod_network == PodNetwork::Flannel {
+        // In another thread, because this one restarts services, and flanneld may exit before the Node has a pod range.
+        std::thread::spawn(|| {
+            if let Err(error) = flannel::enable_plugin() {
+                eprintln!("flannel: {error:#}");
+            }
+        });
+    }
     loop {
         let (WaitStatus::Exited(pid, _) | WaitStatus::Signaled(pid, ..)) = wait()? else {
             continue;
@@ -94,17 +102,19 @@ impl Manager<'_> {
             let _ = fs::remove_file(&link);
             symlink(plugin.path(), link)?;
         }
-        let mtu = match self.settings.pod_network {
-            PodNetwork::HostGateway => 0,
-            PodNetwork::Vxlan => cni::overlay_mtu()?,
-        };
-        fs::write(config::CNI_TEMPLATE, config::cni_template(mtu))?;
+        match self.settings.pod_network {
+            PodNetwork::HostGateway => fs::write(config::CNI_TEMPLATE, config::cni_template(0))?,
+            PodNetwork::Vxlan => fs::write(config::CNI_TEMPLATE, config::cni_template(cni::overlay_mtu()?))?,
+            PodNetwork::Flannel => flannel::write_configuration(self.settings)?,
+        }
         if let Some(resolver) = self.settings.resolver {
             // The file may be a symlink to one that the node does not have.
             let _ = fs::remove_file(config::RESOLV_CONF);
             fs::write(config::RESOLV_CONF, format!("nameserver {resolver}\n"))?;
         }
-        fs::write(config::CONTAINERD, config::containerd(&self.settings.program("runc")?))?;
+        let has_template = self.settings.pod_network != PodNetwork::Flannel;
+        let containerd = config::containerd(&self.settings.program("runc")?, has_template);
+        fs::write(config::CONTAINERD, containerd)?;
         fs::write("/run/kubelet.yaml", config::kubelet(self.settings))?;
         fs::write("/run/proxy.yaml", config::proxy(self.settings))?;
         Ok(())
@@ -122,12 +132,21 @@ impl Manager<'_> {
             "--v=2".into(),
         ];
         let proxy = vec![self.program("kube-proxy")?, "--config=/run/proxy.yaml".into()];
-        // Starts this program again. Its file is not mounted in the node, but /proc/self/exe still opens it.
-        let cni = vec![
-            "/proc/self/exe".into(),
-            "cni".into(),
-            settings_path.display().to_string(),
-        ];
+        let cni = match self.settings.pod_network {
+            PodNetwork::Flannel => Service {
+                name: "flanneld",
+                argv: flannel::argv(self.settings)?,
+            },
+            // Starts this program again. Its file is not mounted in the node, but /proc/self/exe still opens it.
+            PodNetwork::HostGateway | PodNetwork::Vxlan => Service {
+                name: "cni",
+                argv: vec![
+                    "/proc/self/exe".into(),
+                    "cni".into(),
+                    settings_path.display().to_string(),
+                ],
+            },
+        };
         let mut services = vec![
             Service {
                 name: "kubelet",
@@ -137,7 +156,7 @@ impl Manager<'_> {
                 name: "kube-proxy",
                 argv: proxy,
             },
-            Service { name: "cni", argv: cni },
+            cni,
         ];
         let argv = match &self.settings.policies {
             None => return Ok(services),
@@ -239,7 +258,7 @@ impl Manager<'_> {
     }
 }
 
-fn wait_for_file(file: &Path, timeout: Duration) -> Result<()> {
+pub(super) fn wait_for_file(file: &Path, timeout: Duration) -> Result<()> {
     let start = Instant::now();
     while !file.exists() {
         anyhow::ensure!(start.elapsed() < timeout, "{} did not appear", file.display());

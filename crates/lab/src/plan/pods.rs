@@ -38,10 +38,23 @@ impl LabPlan {
     /// # Panics
     /// When the cluster is not in the plan.
     #[must_use]
-    pub fn with_vxlan(mut self, cluster: &str) -> Self {
+    pub fn with_vxlan(self, cluster: &str) -> Self {
+        self.with_pod_network(cluster, PodNetwork::Vxlan)
+    }
+
+    /// Makes flannel the CNI of a cluster.
+    ///
+    /// # Panics
+    /// When the cluster is not in the plan.
+    #[must_use]
+    pub fn with_flannel(self, cluster: &str) -> Self {
+        self.with_pod_network(cluster, PodNetwork::Flannel)
+    }
+
+    fn with_pod_network(mut self, cluster: &str, pod_network: PodNetwork) -> Self {
         let found = self.clusters.iter_mut().find(|one| one.name == cluster);
         let found = found.unwrap_or_else(|| panic!("the plan has no cluster {cluster:?}"));
-        found.pod_network = PodNetwork::Vxlan;
+        found.pod_network = pod_network;
         self
     }
 }
@@ -51,7 +64,7 @@ impl ClusterPlan {
     pub(crate) fn pod_mtu(&self) -> u16 {
         match self.pod_network {
             PodNetwork::HostGateway => UNDERLAY_MTU,
-            PodNetwork::Vxlan => UNDERLAY_MTU - VXLAN_OVERHEAD,
+            PodNetwork::Vxlan | PodNetwork::Flannel => UNDERLAY_MTU - VXLAN_OVERHEAD,
         }
     }
 }

@@ -152,6 +152,24 @@ fn workers_in_pods_of_missing_node_are_refused() {
 }
 
 #[test]
+fn flannel_with_ipv6_or_nodes_in_pods_is_refused() {
+    let plan = LabPlan::clusters(&[("mgmt", 1), ("kv", 1)]);
+    let refusal = |plan: LabPlan| plan.validate().unwrap_err().to_string();
+    plan.clone().with_flannel("mgmt").validate().unwrap();
+    assert_eq!(
+        refusal(plan.clone().dual_stack().with_flannel("mgmt")),
+        "mgmt: the lab's VXLANs carry IPv4 only"
+    );
+    for cluster in ["mgmt", "kv"] {
+        let in_pods = plan.clone().with_workers_in_pods("kv", "mgmt", &[1]);
+        assert_eq!(
+            refusal(in_pods.with_flannel(cluster)),
+            format!("{cluster}: nodes in pods need the lab's own pod network")
+        );
+    }
+}
+
+#[test]
 fn duplicate_cluster_name_is_refused() {
     let error = LabPlan::control_planes(&["a", "a"]).validate().unwrap_err();
     assert_eq!(error.to_string(), "cluster name \"a\" is taken");

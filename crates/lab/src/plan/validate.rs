@@ -37,8 +37,15 @@ impl LabPlan {
                 return Err(Error::Other(format!("{name}: nodes in pods or behind a NAT have IPv4")));
             }
             self.validate_workers_in_pods(cluster)?;
-            if cluster.pod_network == PodNetwork::Vxlan && cluster.v6.is_some() {
-                return Err(Error::Other(format!("{name}: the lab's VXLAN carries IPv4 only")));
+            if cluster.pod_network != PodNetwork::HostGateway && cluster.v6.is_some() {
+                return Err(Error::Other(format!("{name}: the lab's VXLANs carry IPv4 only")));
+            }
+            // The lab cannot give flannel's nodes routes to workers in pods, and changes the MTU of its own VXLAN only.
+            let is_in_pods = matches!(cluster.node_network, NodeNetwork::Pods { .. });
+            if cluster.pod_network == PodNetwork::Flannel && (is_in_pods || self.has_workers_in_pods_of(name)) {
+                return Err(Error::Other(format!(
+                    "{name}: nodes in pods need the lab's own pod network"
+                )));
             }
         }
         let lans = self.clusters.iter().filter_map(|cluster| match cluster.node_network {
@@ -53,6 +60,11 @@ impl LabPlan {
             }
         }
         Ok(())
+    }
+
+    fn has_workers_in_pods_of(&self, name: &str) -> bool {
+        let is_in = |cluster: &ClusterPlan| matches!(&cluster.node_network, NodeNetwork::Pods { of, .. } if of == name);
+        self.clusters.iter().any(is_in)
     }
 
     fn validate_workers_in_pods(&self, cluster: &ClusterPlan) -> Result<()> {
