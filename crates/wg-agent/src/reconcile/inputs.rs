@@ -10,7 +10,7 @@ use clustermesh_agent_core::{
     compile::{Inputs, Node, Peer},
     interface::InterfaceName,
     mtu,
-    prefixes::host,
+    prefixes::{aggregate, covered, host},
 };
 use clustermesh_core::{
     key::PublicKey,
@@ -143,9 +143,15 @@ pub(super) fn gather_inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, local:
         .copied()
         .collect();
     let others = || snapshot.nodes.objects().filter(|(name, _)| *name != local.name);
+    let pods_elsewhere: BTreeSet<IpNet> = others().flat_map(|(_, node)| &node.pod_cidrs).copied().collect();
+    // flannel's next hops are the first addresses of other nodes' pod CIDRs. They are those nodes and no addresses of the underlay: a `throw`
+    // route would keep packets to a node in another location outside the tunnel.
+    let pods = aggregate(&pods_elsewhere);
+    let next_hops = local.underlay.next_hops.iter();
+    let next_hops = next_hops.filter(|hop| !covered(&host(hop.to_canonical()), &pods));
     let throw = others()
         .flat_map(|(_, node)| &node.internal_ips)
-        .chain(&local.underlay.next_hops)
+        .chain(next_hops)
         .chain(local.resolvers)
         .map(|ip| host(ip.to_canonical()))
         .chain(local.bypass.iter().copied())
@@ -158,7 +164,6 @@ pub(super) fn gather_inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, local:
         .chain([&local.wireguard_ip])
         .map(IpAddr::to_canonical)
         .collect();
-    let pods_elsewhere = others().flat_map(|(_, node)| &node.pod_cidrs).copied().collect();
     GatheredInputs {
         inputs: Inputs {
             node,

@@ -40,7 +40,7 @@ fn underlay() -> Underlay {
         interface: "eth0".parse().unwrap(),
         mtu: 1500,
         addresses: [("192.0.2.7".parse().unwrap(), 24)].into(),
-        next_hops: ["192.0.2.254".parse().unwrap()].into(),
+        next_hops: ["192.0.2.254", "10.5.8.0"].map(|a| a.parse().unwrap()).into(),
     }
 }
 
@@ -196,6 +196,7 @@ fn addresses_of_node_and_cluster_are_gathered() {
     };
     snapshot.nodes = listed([("a", node(7)), ("b", node(8))]);
     let inputs = gathered(&snapshot).inputs;
+    // Without the next hop 10.5.8.0, which is in the pod CIDR of b.
     let throw: Vec<String> = inputs.throw.iter().map(ToString::to_string).collect();
     assert_eq!(
         throw,
