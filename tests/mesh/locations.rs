@@ -1,6 +1,6 @@
 //! Tests a member whose nodes are in three locations, on whole clusters: two nodes in a datacenter behind a NAT, and one in each of two
 //! clouds. Without the mesh, pods in the datacenter and pods in a cloud cannot reach each other. The CNI connects the nodes of a location
-//! with a VXLAN, as flannel does; the demo has a CNI with plain routes.
+//! with flannel; the demo has a CNI with plain routes.
 
 use std::net::IpAddr;
 
@@ -8,8 +8,8 @@ use clustermesh_lab::{Answer, Cluster, Lab, LabPlan, NatKind, Product, RunningPo
 use serde_json::Value;
 
 use crate::setup::{
-    HUB, MEMBER, PATIENCE, assert_answers, assert_answers_or, expected_answer, host, json, pod, unix_millis, url,
-    wireguard,
+    HUB, MEMBER, PATIENCE, assert_answers, assert_answers_or, expected_answer, fetch_mebibyte, host, json, pod,
+    unix_millis, url, wireguard,
 };
 
 /// The location of each node of the member.
@@ -20,8 +20,10 @@ const LOCATIONS: [(&str, &str); 4] = [
     ("tenant-a-4", "cloud-b"),
 ];
 const LAN: &str = "192.168.1.0/24";
-/// The device of the CNI's VXLAN.
-const VXLAN: &str = "vx";
+/// The device of flannel's VXLAN.
+const VXLAN: &str = "flannel.1";
+/// The MTU of pods with flannel.
+const POD_MTU: u16 = 1500 - 50;
 /// The UDP port of the echo servers in pods.
 const ECHO_PORT: u16 = 9091;
 
@@ -38,7 +40,7 @@ async fn nodes_in_several_locations_are_one_cluster() {
     let nat = NatKind::EndpointIndependent { first_port: 40001 };
     let plan = LabPlan::clusters(&[(HUB, 1), (MEMBER, 4)])
         .with_nat_for(2, MEMBER, LAN, nat)
-        .with_vxlan(MEMBER);
+        .with_flannel(MEMBER);
     let lab = Lab::start(plan).await.unwrap();
     let product = Product::install(&lab, &[HUB, MEMBER], Tunnel::Userspace, &|_| {})
         .await
@@ -68,11 +70,14 @@ async fn nodes_in_several_locations_are_one_cluster() {
         "addressing: Masqueraded\n    locations: Connected",
     );
     product.mesh_up(&mesh).await.unwrap();
+    env.every_node_uses_its_tunnels().await;
+    let vxlan = lab.capture("locations-vxlan", "udp port 8472").await.unwrap();
 
     env.pods_reach_pods_with_their_own_address().await;
     env.services_have_endpoints_in_every_location().await;
     env.nodes_are_reached_at_their_addresses().await;
     env.kubelets_answer_the_api_server().await;
+    env.packets_too_large_for_the_tunnel_get_an_error().await;
     env.location_uses_its_own_network().await;
     env.hub_is_reached_from_every_location().await;
     let captured = capture.stop().await.unwrap();
@@ -84,11 +89,21 @@ async fn nodes_in_several_locations_are_one_cluster() {
     // The API server reaches the kubelets in the datacenter without the mesh.
     let filter = format!("{unencrypted} and not host {}", plan.api_address());
     assert_eq!(captured.packets(&filter).await.unwrap(), Vec::<String>::new());
-    // The two clouds are on this link, and the CNI would connect them.
-    assert_eq!(captured.packets("udp port 8472").await.unwrap(), Vec::<String>::new());
+    // The two clouds are on this link, and flannel has routes between them.
+    let vxlan = vxlan.stop().await.unwrap();
+    assert_eq!(vxlan.packets("udp").await.unwrap(), Vec::<String>::new());
 
     env.node_is_followed_into_another_location().await;
     env.node_without_location_is_reported().await;
+}
+
+/// The address of the flannel device of a pod's node: the first of the node's pod range.
+fn flannel_address(pod: &RunningPod) -> IpAddr {
+    let IpAddr::V4(address) = pod.ip else {
+        panic!("{} has no IPv4 address", pod.name);
+    };
+    let [a, b, c, _] = address.octets();
+    IpAddr::from([a, b, c, 0])
 }
 
 async fn label(cluster: &Cluster<'_>, node: &str, label: &str) {
@@ -117,6 +132,18 @@ impl TestEnv<'_> {
         assert_eq!(answer.unwrap().client_ip, here.ip);
     }
 
+    /// Waits until packets between pods in different locations use the tunnels. Before, flannel encapsulates them.
+    async fn every_node_uses_its_tunnels(&self) {
+        let location = |node: &str| LOCATIONS.iter().find(|(name, _)| *name == node).unwrap().1;
+        for from in &self.webs {
+            for to in &self.webs {
+                if location(&from.node) != location(&to.node) {
+                    self.wait_for_device(&from.node, to.ip, "kilo0").await;
+                }
+            }
+        }
+    }
+
     async fn pods_reach_pods_with_their_own_address(&self) {
         for from in &self.webs {
             for to in &self.webs {
@@ -136,14 +163,15 @@ impl TestEnv<'_> {
         }
     }
 
-    /// Pings each node from every pod and from every node.
+    /// Pings each node from every pod and from every node, at its InternalIP and at the address of its flannel device.
     async fn nodes_are_reached_at_their_addresses(&self) {
         for from in &self.webs {
             for to in &self.webs {
-                let address = self.lab.node(&to.node).address();
-                for client in [pod(from), host(&from.node)] {
-                    let answered = self.lab.ping(&client, address).await.unwrap();
-                    assert!(answered, "{client} -> {address} of {}", to.node);
+                for address in [self.lab.node(&to.node).address(), flannel_address(to)] {
+                    for client in [pod(from), host(&from.node)] {
+                        let answered = self.lab.ping(&client, address).await.unwrap();
+                        assert!(answered, "{client} -> {address} of {}", to.node);
+                    }
                 }
             }
         }
@@ -156,6 +184,29 @@ impl TestEnv<'_> {
         }
     }
 
+    /// Between pods of one location, a packet with the MTU of flannel's pods passes. Between locations it is too large for the tunnel,
+    /// whose MTU is 1500 - 60.
+    async fn packets_too_large_for_the_tunnel_get_an_error(&self) {
+        // The headers of IP and ICMP take 28 bytes.
+        let size = (POD_MTU - 28).to_string();
+        let here = self.web("tenant-a-1");
+        for (to, error) in [("tenant-a-2", None), ("tenant-a-4", Some("mtu = 1440"))] {
+            let to = self.web(to);
+            let address = to.ip.to_string();
+            let ping = ["ping", "-n", "-c", "1", "-W", "3", "-M", "do", "-s", &size, &address];
+            let output = self.lab.run_at(&pod(here), &ping).await.unwrap();
+            let has_error = error.is_none_or(|error| output.stdout.contains(error));
+            assert!(
+                has_error && output.status.success() == error.is_none(),
+                "{size} bytes to {}: {}{}",
+                to.node,
+                output.stdout,
+                output.stderr
+            );
+            fetch_mebibyte(self.lab, here, to).await;
+        }
+    }
+
     /// The datacenter's nodes have no tunnel to each other.
     async fn location_uses_its_own_network(&self) {
         for (node, other, to_pod, to_node) in [
@@ -164,7 +215,12 @@ impl TestEnv<'_> {
             ("tenant-a-1", "tenant-a-3", "kilo0", "kilo0"),
             ("tenant-a-3", "tenant-a-4", "kilo0", "kilo0"),
         ] {
-            let addresses = [(self.web(other).ip, to_pod), (self.lab.node(other).address(), to_node)];
+            let web = self.web(other);
+            let addresses = [
+                (web.ip, to_pod),
+                (flannel_address(web), to_pod),
+                (self.lab.node(other).address(), to_node),
+            ];
             for (address, device) in addresses {
                 let used = self.device_to(node, address).await;
                 assert_eq!(used, device, "{node} -> {address} of {other}");
@@ -182,6 +238,15 @@ impl TestEnv<'_> {
             .unwrap();
         let route: Value = serde_json::from_str(&route.stdout).unwrap();
         route[0]["dev"].as_str().unwrap().to_owned()
+    }
+
+    async fn wait_for_device(&self, node: &str, address: IpAddr, device: &str) {
+        wait_until(format!("{node} to use {device} to {address}"), PATIENCE, async || {
+            let used = self.device_to(node, address).await;
+            if used == device { Ok(()) } else { Err(used) }
+        })
+        .await
+        .unwrap();
     }
 
     async fn hub_is_reached_from_every_location(&self) {
@@ -211,12 +276,7 @@ impl TestEnv<'_> {
             )
             .await;
             for (node, address) in [(&from.node, to.ip), (&to.node, from.ip)] {
-                wait_until(format!("{node} to use {device}"), PATIENCE, async || {
-                    let used = self.device_to(node, address).await;
-                    if used == device { Ok(()) } else { Err(used) }
-                })
-                .await
-                .unwrap();
+                self.wait_for_device(node, address, device).await;
             }
             let followed = unix_millis();
             let next = watch.wait_for_echo_after(followed + 500).await;
