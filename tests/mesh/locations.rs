@@ -49,11 +49,7 @@ async fn nodes_in_several_locations_are_one_cluster() {
     for (node, location) in LOCATIONS {
         label(&member, node, &format!("topology.kubernetes.io/region={location}")).await;
     }
-    member.run_web().await.unwrap();
-    let one_for_each_node = ["scale", "deployment/web", "--replicas=4"];
-    member.kubectl(one_for_each_node).await.unwrap();
-    member.wait_for_rollout("default", "deployment/web").await.unwrap();
-    let webs = member.web_pods().await.unwrap();
+    let webs = member.run_web_on_each_node().await.unwrap();
     let env = TestEnv {
         lab: &lab,
         hub_webs: hub.run_web().await.unwrap(),

@@ -7,6 +7,7 @@ mod flows;
 mod grants;
 mod iptables;
 mod ipv6_only;
+mod kilo;
 mod kubevirt;
 mod locations;
 mod members;

@@ -180,6 +180,32 @@ impl<'a> Product<'a> {
         }
     }
 
+    /// Installs the agent in policy mode, beside kg, with the commands of docs/operations/kilo.md.
+    ///
+    /// # Errors
+    /// When the page has no patch, or the cluster refuses a manifest.
+    pub async fn install_policy_agent(&self, cluster: &Cluster<'_>) -> Result<()> {
+        let page = repository_file("docs/operations/kilo.md")?;
+        let patch = page
+            .split_once("patch daemonset wg-agent --type=json -p='")
+            .and_then(|(_, rest)| Some(rest.split_once('\'')?.0))
+            .ok_or_else(|| Error::Other("docs/operations/kilo.md has no patch of the DaemonSet".into()))?;
+        for file in ["crds/peerpolicies.kilo.squat.ai.yaml", "deploy/agent.yaml"] {
+            cluster.apply(&repository_file(file)?).await?;
+        }
+        let words = [
+            "-n",
+            AGENT_NAMESPACE,
+            "patch",
+            "daemonset",
+            "wg-agent",
+            "--type=json",
+            "-p",
+            patch,
+        ];
+        cluster.kubectl(words).await.map(drop)
+    }
+
     /// Creates a kubeconfig for the controller's ServiceAccount in a member with the shipped script, and stores it in a
     /// Secret in the hub.
     async fn create_kubeconfig_secret(&self, hub: &Cluster<'_>, member: &Cluster<'_>) -> Result<()> {
@@ -289,6 +315,23 @@ impl<'a> Product<'a> {
     pub fn mesh_masqueraded(&self, masqueraded: &[&str], egress: &[(&str, &str)]) -> String {
         let sandboxed = self.mesh_with(masqueraded, egress);
         sandboxed.replace("isolationProfile: sandbox", "addressing: Masqueraded")
+    }
+
+    /// Does the same as [`Product::mesh`]. Kilo serves the clusters `kilo`: their `allowedNetworks` also contain the addresses of their
+    /// nodes, which are the source of their host network's packets.
+    #[must_use]
+    pub fn mesh_with_kilo(&self, kilo: &[&str], egress: &[(&str, &str)]) -> String {
+        let mut mesh = self.mesh(egress);
+        for name in kilo {
+            let cluster = self.lab.cluster(name);
+            let services = cluster.plan().service_cidr.to_string();
+            let addresses = cluster
+                .nodes()
+                .into_iter()
+                .map(|node| format!(", {}/32", node.address()));
+            mesh = mesh.replacen(&services, &format!("{services}{}", addresses.collect::<String>()), 1);
+        }
+        mesh
     }
 
     /// Applies the mesh. Waits until agents and controller are rolled out and the mesh is ready ([`Self::wait_until_ready`]).

@@ -11,7 +11,7 @@ use kube::{
 
 use serde_json::json;
 
-use crate::{Cluster, Error, Lab, Result, wait_until};
+use crate::{Cluster, Error, Lab, Node, Result, wait_until};
 
 /// Web servers on two nodes, one on each, behind the Service `web`: applied by [`Cluster::run_web`].
 pub const WEB: &str = include_str!("traffic/web.yaml");
@@ -84,6 +84,19 @@ impl Cluster<'_> {
     /// When they do not become ready.
     pub async fn run_web(&self) -> Result<Vec<RunningPod>> {
         self.apply(WEB).await?;
+        self.wait_for_rollout("default", "deployment/web").await?;
+        self.web_pods().await
+    }
+
+    /// Does the same as [`Self::run_web`], with a server on each powered-on node.
+    ///
+    /// # Errors
+    /// When they do not become ready.
+    pub async fn run_web_on_each_node(&self) -> Result<Vec<RunningPod>> {
+        self.apply(WEB).await?;
+        let nodes = self.nodes().into_iter().filter(Node::is_up).count();
+        let replicas = format!("--replicas={nodes}");
+        self.kubectl(["scale", "deployment/web", &replicas]).await?;
         self.wait_for_rollout("default", "deployment/web").await?;
         self.web_pods().await
     }

@@ -6,7 +6,7 @@ use std::{
 };
 
 use anyhow::bail;
-use clustermesh_lab::{Cluster, Lab, LabPlan, Product, RunningPod, TrafficClient, Tunnel, down_all, wait_until};
+use clustermesh_lab::{Cluster, Kilo, Lab, LabPlan, Product, RunningPod, TrafficClient, Tunnel, down_all, wait_until};
 use kube::{
     Api, ResourceExt,
     api::{ApiResource, DynamicObject, GroupVersionKind, ListParams},
@@ -15,6 +15,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use xtask::{prereq, programs};
 
 mod equal_cidrs;
+mod kilo;
 mod kubevirt;
 mod locations;
 mod nat;
@@ -58,6 +59,8 @@ enum Scenario {
     /// Connects a tenant whose workers are pods of the hub, and moves one of them to another node of the hub.
     #[value(name = "kubevirt")]
     KubeVirt,
+    /// Connects two clusters that Kilo serves to the hub. KG_BIN must contain the path of Kilo's program kg.
+    Kilo,
 }
 
 /// Runs the demo. At its end the clusters are removed, unless `--keep` is set. After Ctrl-C, SIGTERM or SIGKILL they are removed in any
@@ -96,6 +99,10 @@ async fn run_scenario(scenario: Scenario, keep: bool) -> anyhow::Result<()> {
         Scenario::EqualCidrs => equal_cidrs::plan(),
         Scenario::Locations => locations::plan(),
         Scenario::KubeVirt => kubevirt::plan(),
+        Scenario::Kilo => {
+            Kilo::program()?;
+            kilo::plan()
+        }
     };
     let mut lab = Lab::start_with(plan, &print_step).await?;
     let result = {
@@ -111,6 +118,7 @@ async fn run_scenario(scenario: Scenario, keep: bool) -> anyhow::Result<()> {
             Scenario::EqualCidrs => demo.equal_cidrs().await,
             Scenario::Locations => demo.locations().await,
             Scenario::KubeVirt => demo.kubevirt().await,
+            Scenario::Kilo => demo.kilo().await,
         };
         outcome.and_then(|()| match demo.failed.as_slice() {
             [] => Ok(()),

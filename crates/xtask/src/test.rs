@@ -14,7 +14,7 @@ use std::{
 };
 
 use anyhow::{Context, bail};
-use clustermesh_lab::{ArtefactSet, lab_home};
+use clustermesh_lab::{ArtefactSet, KG_BIN, lab_home};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     io::Errno,
@@ -42,7 +42,8 @@ pub(crate) struct Args {
     /// Run only unit tests and the test programs properties, conversions, plan, explain and schema: about three minutes.
     #[arg(long, conflicts_with = "words")]
     quick: bool,
-    /// Arguments for `cargo test`, such as `-p clustermesh-core`, `--test mesh flows::`, or the name of a test.
+    /// Program and module of integration tests, such as `mesh flows`; or arguments for `cargo test`, such as `-p clustermesh-core` or the
+    /// name of a test.
     #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
     words: Vec<String>,
 }
@@ -77,7 +78,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     } else {
         let mut test = cargo();
         test.args(["test", "--no-fail-fast"])
-            .args(&args.words)
+            .args(cargo_arguments(&args.words))
             .args(SEQUENTIAL)
             .env("CLUSTERMESH_BIN_DIR", bin_directory);
         let (counts, problem) = cargo_test(&mut test)?;
@@ -94,6 +95,19 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
     Ok(())
 }
+
+/// The arguments for `cargo test`: two words are the name of a job, a program and its module.
+fn cargo_arguments(words: &[String]) -> Vec<String> {
+    match words {
+        [program, module] if ![program, module].iter().any(|word| word.starts_with('-')) => {
+            vec!["--test".to_owned(), program.clone(), module.clone()]
+        }
+        _ => words.to_vec(),
+    }
+}
+
+/// The job that needs Kilo, which cannot be installed from a package registry.
+const KILO: &str = "mesh kilo";
 
 /// Arguments of a test program. Its tests run one after the other, because they may use the same resources.
 const SEQUENTIAL: [&str; 2] = ["--", "--test-threads=1"];
@@ -114,7 +128,13 @@ fn run_jobs(programs: Vec<Program>, bin_directory: &Path) -> anyhow::Result<(Cou
         .context("the number of processors")?
         .get();
     // Tests with clusters wait about a third of their time, so one job more than there are processors keeps the processors busier.
-    let results = jobs::run(jobs::divide(programs, bin_directory)?, cores + 1, bin_directory)?;
+    let mut jobs = jobs::divide(programs, bin_directory)?;
+    let has_kilo = std::env::var_os(KG_BIN).is_some_and(|path| !path.is_empty());
+    let lacks_kilo = !has_kilo && jobs.iter().any(|job| job.name == KILO);
+    if lacks_kilo {
+        jobs.retain(|job| job.name != KILO);
+    }
+    let results = jobs::run(jobs, cores + 1, bin_directory)?;
     let failed = results.iter().filter(|result| !result.counts.is_success());
     let failed = failed.map(|result| result.name.clone()).collect();
     let counts = results.iter().map(|result| result.counts).sum();
@@ -122,6 +142,9 @@ fn run_jobs(programs: Vec<Program>, bin_directory: &Path) -> anyhow::Result<(Cou
     let seconds = start.elapsed().as_secs_f64();
     let busy = 100.0 * (busy_seconds()? - before) / (seconds * cores as f64);
     println!("xtask: the tests ran for {seconds:.0} s; {cores} processors were busy for {busy:.0} % of it");
+    if lacks_kilo {
+        println!("xtask: not run: {KILO}. To run it, set {KG_BIN} to the path of Kilo's program kg");
+    }
     Ok((counts, failed))
 }
 

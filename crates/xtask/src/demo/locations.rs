@@ -43,10 +43,7 @@ impl Demo<'_> {
             member.kubectl(["label", "node", node, &label]).await?;
         }
         let hub_pods = hub.run_web().await?;
-        member.run_web().await?;
-        member.kubectl(["scale", "deployment/web", "--replicas=4"]).await?;
-        member.wait_for_rollout("default", "deployment/web").await?;
-        let pods = member.web_pods().await?;
+        let pods = member.run_web_on_each_node().await?;
 
         self.title("without the mesh: the datacenter's own network works, the clouds are out of reach");
         let [one, two, in_cloud_a, ..] = &pods[..] else {
