@@ -240,6 +240,7 @@ fn degraded_condition(plan: &MeshPlan, leftovers: &BTreeMap<String, String>, bro
             ),
         ));
     }
+    let mut is_first_unserved = true;
     for fact in &plan.facts {
         let (reason, message) = match fact {
             Fact::NoAnchor { cluster, message } => ("NoAnchor", format!("cluster {cluster:?}: {message}")),
@@ -275,16 +276,11 @@ fn degraded_condition(plan: &MeshPlan, leftovers: &BTreeMap<String, String>, bro
                     ),
                 )
             }
-            Fact::HostNetworkNotServed { cluster, target, nodes } => (
-                "HostNetworkNotServed",
-                format!(
-                    "the InternalIP of {} of cluster {cluster:?} is also the endpoint, so the Peers in cluster {target:?}, which kg \
-                     serves, leave it out (kg would route the tunnel's own packets into the tunnel): these nodes cannot be reached \
-                     at their InternalIPs from there, and packets that kg sends from their host network are dropped there. Give the \
-                     nodes another address as endpoint (annotation kilo.squat.ai/force-endpoint)",
-                    list_nodes(nodes.iter())
-                ),
-            ),
+            // One message for all of these facts: it is long, and every two clusters may have such a fact.
+            Fact::HostNetworkNotServed { .. } if is_first_unserved => {
+                is_first_unserved = false;
+                ("HostNetworkNotServed", host_network_not_served(plan))
+            }
             Fact::KgSilent { cluster, nodes } => (
                 "KgSilent",
                 format!(
@@ -328,6 +324,23 @@ fn degraded_condition(plan: &MeshPlan, leftovers: &BTreeMap<String, String>, bro
             message: join_first_five(problems.iter().map(|(_, message)| message)),
         },
     }
+}
+
+fn host_network_not_served(plan: &MeshPlan) -> String {
+    let unserved = plan.facts.iter().filter_map(|fact| match fact {
+        Fact::HostNetworkNotServed { cluster, target, nodes } => Some(format!(
+            "in cluster {target:?} {} of cluster {cluster:?}",
+            list_nodes(nodes.iter())
+        )),
+        _ => None,
+    });
+    let unserved: Vec<String> = unserved.collect();
+    format!(
+        "Peers in a cluster that kg serves leave out an InternalIP that is also the node's endpoint, because kg would route the tunnel's \
+         own packets into the tunnel. From there these nodes cannot be reached at their InternalIPs, and there packets that kg sends from \
+         their host network are dropped. Give the nodes another address as endpoint (annotation kilo.squat.ai/force-endpoint): {}",
+        join_first_five(unserved.iter())
+    )
 }
 
 fn egress_condition(plan: &MeshPlan) -> Condition {
