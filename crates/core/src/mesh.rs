@@ -9,7 +9,8 @@ use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
 /// Whether one of the two networks contains the other.
-pub(crate) fn overlap(a: IpNet, b: IpNet) -> bool {
+#[must_use]
+pub fn overlap(a: IpNet, b: IpNet) -> bool {
     a.contains(&b) || b.contains(&a)
 }
 
