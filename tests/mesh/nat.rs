@@ -9,9 +9,10 @@ use std::{
 
 use clustermesh_lab::{Cluster, Lab, LabPlan, NatKind, Product, RunningPod, Tunnel, wait_until};
 use futures::future::join_all;
-use serde_json::Value;
+use nix::sys::signal::Signal;
+use serde_json::{Map, Value, json};
 
-use crate::setup::{HUB, PATIENCE, json, pod, unix_millis, url};
+use crate::setup::{self, HUB, PATIENCE, pod, unix_millis, url};
 
 const TENANTS: [&str; 2] = ["tenant-a", "tenant-b"];
 const PORTS_FROM_40001: NatKind = NatKind::EndpointIndependent { first_port: 40001 };
@@ -57,6 +58,7 @@ async fn nodes_behind_nats_reach_hub_and_each_other() {
     env.wait_for_public_endpoints([40001, 40001]).await;
     env.assert_keepalives().await;
     env.assert_reach_each_other(a_webs, b_webs).await;
+    env.forged_report_redirects_nothing().await;
     env.changed_mapping_is_followed().await;
     env.endpoint_dependent_mapping_reaches_only_public_nodes().await;
     env.nodes_in_one_private_network_use_private_addresses().await;
@@ -83,12 +85,12 @@ impl TestEnv<'_> {
 
     /// All endpoints that the hub's nodes report in their annotations.
     async fn reported(&self) -> Vec<String> {
-        let nodes = json(&self.hub, &["get", "nodes"]).await;
+        let nodes = setup::json(&self.hub, &["get", "nodes"]).await;
         let nodes = nodes["items"].as_array().unwrap();
         let annotations = nodes.iter().map(|node| &node["metadata"]["annotations"]);
         let texts = annotations.filter_map(|all| all["kilo.squat.ai/discovered-endpoints"].as_str());
         let mut reported: Vec<String> = texts
-            .flat_map(|text| serde_json::from_str::<serde_json::Map<String, Value>>(text).unwrap())
+            .flat_map(|text| serde_json::from_str::<Map<String, Value>>(text).unwrap())
             .map(|(_, endpoint)| format!("{}:{}", endpoint["IP"].as_str().unwrap(), endpoint["Port"]))
             .collect();
         reported.sort();
@@ -121,7 +123,7 @@ impl TestEnv<'_> {
         for (cluster, wanted) in [(&self.hub, 0), (&self.tenants[0], 25), (&self.tenants[1], 25)] {
             let what = format!("keepalives of {wanted} s in {}", cluster.plan().name);
             wait_until(what, PATIENCE, async || {
-                let peers = json(cluster, &["get", "peers"]).await;
+                let peers = setup::json(cluster, &["get", "peers"]).await;
                 let peers = peers["items"].as_array().unwrap();
                 let keepalive = |peer: &Value| peer["spec"]["persistentKeepalive"].as_u64().unwrap_or(0);
                 if peers.iter().all(|peer| keepalive(peer) == wanted) {
@@ -133,6 +135,61 @@ impl TestEnv<'_> {
             .await
             .unwrap();
         }
+    }
+
+    /// A Node of tenant B reports that it sees the nodes of tenant A at an address of B. The hub tries this endpoint after all others: it
+    /// moves no tunnel, and new tunnels find the true endpoint.
+    async fn forged_report_redirects_nothing(&self) {
+        let [a, b] = &self.tenants;
+        let forged = format!("{}:51820", b.plan().nat_address());
+        let nodes = setup::json(a, &["get", "nodes"]).await;
+        let nodes = nodes["items"].as_array().unwrap().iter();
+        let keys = nodes.map(|node| node["metadata"]["annotations"]["kilo.squat.ai/key"].as_str().unwrap());
+        let endpoint = json!({"IP": b.plan().nat_address(), "Port": 51820, "Zone": ""});
+        let report: Map<String, Value> = keys.map(|key| (key.to_owned(), endpoint.clone())).collect();
+        let annotations = json!({"kilo.squat.ai/discovered-endpoints": Value::from(report).to_string()});
+        let node =
+            json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "forger", "annotations": annotations}});
+        b.apply(&node.to_string()).await.unwrap();
+        let ready = r#"{"status":{"conditions":[{"type":"Ready","status":"True"}]}}"#;
+        let patch = [
+            "patch",
+            "node",
+            "forger",
+            "--subresource=status",
+            "--type=merge",
+            "-p",
+            ready,
+        ];
+        b.kubectl(patch).await.unwrap();
+
+        let hub_node = &self.hub_webs[0].node;
+        let used = endpoints_in_use(&self.peers_of_agent(hub_node, TENANTS[0]).await);
+        wait_until("the forged candidate in the hub", PATIENCE, async || {
+            let peers = self.peers_of_agent(hub_node, TENANTS[0]).await;
+            let last = |peer: &Value| peer["candidates"].as_array().unwrap().last().cloned();
+            if peers.iter().all(|peer| last(peer) == Some(json!(forged))) {
+                Ok(())
+            } else {
+                Err(format!("{peers:?}"))
+            }
+        })
+        .await
+        .unwrap();
+        // The agent polls its device every 5 s.
+        for _ in 0..7 {
+            assert_eq!(endpoints_in_use(&self.peers_of_agent(hub_node, TENANTS[0]).await), used);
+            tokio::time::sleep(Duration::from_secs(1)).await;
+        }
+        let began = Instant::now();
+        self.lab.node(hub_node).signal("wg-agent", Signal::SIGKILL).unwrap();
+        self.assert_reach_each_other(&self.tenant_webs[0], from_ref(&self.hub_webs[0]))
+            .await;
+        println!(
+            "agent killed while a report is forged: every tunnel answers after {:.1} s",
+            began.elapsed().as_secs_f64()
+        );
+        b.kubectl(["delete", "node", "forger"]).await.unwrap();
     }
 
     /// The router of a tenant maps its nodes to other ports while a flow runs to the other tenant and one to the hub.
@@ -183,7 +240,7 @@ impl TestEnv<'_> {
             "the mesh to report the tunnels between the tenants",
             PATIENCE,
             async || {
-                let mesh = json(&self.hub, &["-n", "clustermesh", "get", "clustermesh", "demo"]).await;
+                let mesh = setup::json(&self.hub, &["-n", "clustermesh", "get", "clustermesh", "demo"]).await;
                 let conditions = mesh["status"]["conditions"].as_array().unwrap().clone();
                 let degraded = conditions.iter().find(|one| one["type"] == "Degraded").unwrap();
                 let message = degraded["message"].as_str().unwrap_or_default();
@@ -231,7 +288,7 @@ impl TestEnv<'_> {
             .map(|n| format!("{}:51820", self.tenants[1].plan().node(n).address))
             .collect();
         wait_until("the private endpoints", PATIENCE, async || {
-            let used = endpoints_in_use(&self.peers_of_agent().await);
+            let used = endpoints_in_use(&self.peers_of_agent(&a[0].node, TENANTS[1]).await);
             if used == private {
                 Ok(())
             } else {
@@ -245,7 +302,7 @@ impl TestEnv<'_> {
         let silent = "kilo.squat.ai/clustermesh-endpoint=203.0.113.9:51820";
         self.tenants[1].kubectl(nodes.iter().chain([&silent])).await.unwrap();
         wait_until("the silent candidate on a node of A", PATIENCE, async || {
-            let peers = self.peers_of_agent().await;
+            let peers = self.peers_of_agent(&a[0].node, TENANTS[1]).await;
             let has_silent = |peer: &Value| peer["candidates"][0] == "203.0.113.9:51820";
             if peers.iter().all(has_silent) {
                 Ok(())
@@ -257,7 +314,10 @@ impl TestEnv<'_> {
         .unwrap();
         // The agent polls its device every 5 s.
         for _ in 0..7 {
-            assert_eq!(endpoints_in_use(&self.peers_of_agent().await), private);
+            assert_eq!(
+                endpoints_in_use(&self.peers_of_agent(&a[0].node, TENANTS[1]).await),
+                private
+            );
             tokio::time::sleep(Duration::from_secs(1)).await;
         }
         self.assert_reach_each_other(a, b).await;
@@ -269,13 +329,13 @@ impl TestEnv<'_> {
         self.lab.separate_private_networks(TENANTS).await.unwrap();
     }
 
-    /// The peers of tenant B's nodes, as the agent on a node of tenant A shows them.
-    async fn peers_of_agent(&self) -> Vec<Value> {
-        let node = self.lab.node(&self.tenant_webs[0][0].node);
+    /// The peers of a cluster's nodes, as the agent on a node shows them.
+    async fn peers_of_agent(&self, node: &str, cluster: &str) -> Vec<Value> {
+        let node = self.lab.node(node);
         let page = node.exec(["curl", "-sS", "http://127.0.0.1:9587/debug/state"]).await;
         let state: Value = serde_json::from_str(&page.unwrap().stdout).unwrap();
         let peers = state["peers"].as_object().unwrap().values();
-        peers.filter(|peer| peer["cluster"] == TENANTS[1]).cloned().collect()
+        peers.filter(|peer| peer["cluster"] == cluster).cloned().collect()
     }
 
     /// A cloud's one-to-one NAT: the node does not know its public address. Packets that come first from outside reach it.
