@@ -1,5 +1,5 @@
 //! Tests that an agent follows changes of its node's network without a restart: the interface of the outer packets goes down and up, is
-//! renamed or replaced, and its address changes. The test prints how long no ping was answered.
+//! renamed or replaced, its address changes, the default route moves to another interface. The test prints how long no ping was answered.
 
 use std::{
     path::Path,
@@ -60,6 +60,7 @@ async fn changed_network_of_a_node_is_followed_without_a_restart() {
     env.publish_internal_ip("172.30.2.78").await;
     env.wait_for_underlay("eth1").await;
 
+    env.default_route_moves().await;
     env.resolvers_vanish(resolv.path()).await;
     env.privacy_addresses_change().await;
     assert!(agent.pid().is_some(), "the agent was not restarted: {}", agent.log());
@@ -137,6 +138,35 @@ impl TestEnv<'_> {
             format!("ip link add second type veth peer name eth1 netns {netns}; ip link set second master br0 up");
         let words = ["sh", "-ec", &cable];
         self.clusters.lab.underlay_exec(words).await.expect("add an interface");
+    }
+
+    /// Both interfaces are up and have an address, and only the default route leads to the other node. The underlay interface remains
+    /// that with the InternalIP.
+    async fn default_route_moves(&self) {
+        self.sh("ip addr flush dev lan0; ip addr flush dev eth1; ip link set lan0 up
+            ip addr add 172.30.2.77/32 dev lan0; ip addr add 172.30.2.78/32 dev eth1
+            ip route replace default dev eth1 src 172.30.2.78")
+            .await;
+        self.clusters.wait_until_reaches(self.moved, self.other).await;
+        for (interface, address) in [("lan0", "172.30.2.77"), ("eth1", "172.30.2.78")] {
+            let route = format!("ip route replace default dev {interface} src {address}");
+            let before = self.sent_packets(interface).await;
+            self.change(&format!("the default route moved to {interface}"), &route)
+                .await;
+            assert!(self.sent_packets(interface).await > before, "{interface} is unused");
+        }
+    }
+
+    async fn sent_packets(&self, interface: &str) -> u64 {
+        let words = ["ip", "-s", "-j", "link", "show", interface];
+        let shown = self
+            .clusters
+            .host(self.moved)
+            .exec(words)
+            .await
+            .expect("show the interface");
+        let links: serde_json::Value = serde_json::from_str(&shown.stdout).expect("JSON of ip");
+        links[0]["stats64"]["tx"]["packets"].as_u64().expect("a counter")
     }
 
     /// Without name servers, the agent still applies what changes.
