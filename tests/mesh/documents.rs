@@ -27,7 +27,7 @@ const NOT_RUN: [(&str, &str, &str); 7] = [
     ),
     (
         "clustermeshctl.md",
-        "clustermeshctl explain",
+        "clustermeshctl explain notebooks",
         "needs a sandbox: mesh::sandbox runs it",
     ),
     (
@@ -249,6 +249,7 @@ async fn commands_of_the_documents_work_on_two_clusters() {
     // Planning, admission, key change, endpoints, adoption.
     operator.run("clustermeshctl.md", "plan -f mesh.yaml", &[]).await;
     operator.run("clustermeshctl.md", "plan --context mgmt", &[]).await;
+    operator.run("clustermeshctl.md", "explain node", &[]).await;
     operator.run("install.md", "editor deploy/admission.yaml", &[]).await;
     let agent_pod = "kubectl -n clustermesh-agent get pods -o jsonpath='{.items[0].metadata.name}'";
     let agent_pod = operator.shell(agent_pod).await.stdout;

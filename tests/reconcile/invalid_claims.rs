@@ -223,6 +223,15 @@ async fn explain_gives_reason_of_each_node(flags: &[String]) {
         assert_eq!(code, "1", "{out}{err}");
         let why = format!("Node tenant-a-{n} of cluster \"tenant-a\" has no Peer: {reason} ({message})");
         assert!(out.contains(&json!(why).to_string()), "{out}");
+        let node = format!("tenant-a/tenant-a-{n}");
+        let (code, out, err) = clustermeshctl(&["explain", "node", &node, "--output=json"], flags).await;
+        assert_eq!(code, "1", "{out}{err}");
+        let answer: Value = serde_json::from_str(&out).unwrap();
+        let left_out = &answer["meshes"][0]["leftOut"][0];
+        assert_eq!(
+            (&left_out["reason"], &left_out["message"]),
+            (&json!(reason), &json!(message))
+        );
     }
     // Node 9 has a Peer, but its InternalIP is an address of Node 1.
     let (code, out, err) = clustermeshctl(

@@ -56,8 +56,11 @@ pub(crate) enum Command {
     /// Reads the same input as `plan`. The answer follows from the plan; it also shows which of
     /// the objects are written already. It does not consider NetworkPolicies or the underlay.
     ///
+    /// `explain node CLUSTER/NODE` shows the Peers of a node in the other clusters, with their
+    /// endpoints, or why it has none.
+    ///
     /// Exit code: 0 allowed (for a Service or a node: at least one of its addresses is allowed),
-    /// 1 denied, 2 cannot tell, or an error.
+    /// 1 denied, 2 cannot tell, or an error. With `node`: 1 if it has no Peer in some mesh.
     #[command(verbatim_doc_comment)]
     Explain(ExplainArgs),
     /// Probe from nodes and pods of each cluster which sockets answer, and compare with the plan
@@ -90,11 +93,11 @@ pub(crate) enum Command {
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct ExplainArgs {
-    /// The client of the connection
+    /// The client of the connection; or the word `node`
     #[arg(value_name = "SRC")]
     pub(crate) from: String,
 
-    /// The server of the connection, and the port
+    /// The server of the connection, and the port; after `node`: CLUSTER/NODE
     #[arg(value_name = "DST[:PORT[/PROTOCOL]]")]
     pub(crate) to: String,
 

@@ -1,4 +1,4 @@
-//! `clustermeshctl explain`: shows whether a connection is allowed, and why.
+//! `clustermeshctl explain`: shows whether a connection is allowed, and why; or what the plan has for a node ([`node`]).
 //!
 //! It parses the two ends of the connection ([`connection_end`]), finds their addresses in the input ([`locate`]), explains the
 //! connection to each address of the destination ([`crate::explanation`]), and prints the answer ([`show`]).
@@ -17,6 +17,7 @@ use crate::{
 
 mod connection_end;
 mod locate;
+mod node;
 mod show;
 
 use connection_end::ConnectionEnd;
@@ -67,6 +68,9 @@ pub(crate) async fn run(
         input,
         output,
     } = args;
+    if from == node::WORD {
+        return node::run(args, stdin, stdout, stderr).await;
+    }
     let (source, port) =
         connection_end::parse(from).map_err(|why| vec![Problem::other(format!("SRC {from:?}: {why}"))])?;
     if port.is_some() {

@@ -29,6 +29,8 @@ use crate::{
 mod report;
 mod table;
 
+pub(crate) use table::describe_peer;
+
 /// Runs the command. Notes and warnings go to `stderr`. Returns the exit code: 2 if `--exit-code` is given and the plan has changes,
 /// else 0.
 ///
@@ -270,7 +272,7 @@ impl PlanResult {
     }
 
     /// Returns the steps of one mesh in the cluster of an entry. `None` = the cluster was not read.
-    fn changes(&self, id: &MeshId, mesh: &MeshPlan, entry: &str) -> Option<Vec<&Step>> {
+    pub(crate) fn changes(&self, id: &MeshId, mesh: &MeshPlan, entry: &str) -> Option<Vec<&Step>> {
         let identity = mesh.identities.get(entry)?;
         let steps = self.steps.get(self.inputs.names.get(identity)?)?;
         // If a mesh names one cluster twice, only the entry whose name sorts first shows the cluster's changes.
@@ -279,7 +281,7 @@ impl PlanResult {
         Some(steps.iter().filter(|step| is_shown && step.mesh == *id).collect())
     }
 
-    fn cluster(&self, mesh: &MeshPlan, entry: &str) -> Option<&ReadCluster> {
+    pub(crate) fn cluster(&self, mesh: &MeshPlan, entry: &str) -> Option<&ReadCluster> {
         self.inputs.cluster(mesh.identities.get(entry)?)
     }
 

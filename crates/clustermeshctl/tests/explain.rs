@@ -21,6 +21,9 @@ const INPUT: &str = "-f - --cluster mgmt=agents/mgmt.yaml --cluster mgmt=explain
                      --cluster mgmt=explain/gateways.yaml --cluster tenant-a=agents/tenant-a \
                      --cluster tenant-a=explain/tenant-a.yaml --cluster notebooks=explain/notebooks.yaml";
 
+/// The flags for recorded Nodes of two clusters that kg serves.
+const KILO: &str = "-f kilo/mesh.yaml --cluster c1=kilo/nodes-c1.json --cluster c2=kilo/nodes-c2.json";
+
 fn fixtures() -> std::path::PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures")
 }
@@ -91,6 +94,35 @@ fn explain_table_shows_verdict_rule_and_path() {
         printed.push_str(&format!(
             "$ clustermeshctl explain {from} {to}\n{}exit {}\n\n",
             run.out,
+            run.code.unwrap()
+        ));
+    }
+    insta::assert_snapshot!(printed);
+}
+
+#[test]
+fn explain_node_shows_peers_or_the_reason() {
+    let queries = [
+        // Nodes with a Peer, of a sandbox, without a Peer, and of a member with the profile standard.
+        format!("tenant-a/w1 {INPUT}"),
+        format!("notebooks/nb1 {INPUT}"),
+        format!("tenant-a/w2 {INPUT}"),
+        format!("mgmt/h1 {INPUT}"),
+        // A node whose location another node leads.
+        format!("c2/c2n2 {KILO}"),
+        // No such Node, no such cluster, and no node.
+        format!("tenant-a/w9 {INPUT}"),
+        format!("tenant-z/w1 {INPUT}"),
+        format!("w1 {INPUT}"),
+    ];
+    let mut printed = String::new();
+    for query in queries {
+        let run = run(&format!("explain node {query}"), &mesh());
+        let (node, _) = query.split_once(' ').unwrap();
+        printed.push_str(&format!(
+            "$ clustermeshctl explain node {node}\n{}{}exit {}\n\n",
+            run.out,
+            run.err,
             run.code.unwrap()
         ));
     }

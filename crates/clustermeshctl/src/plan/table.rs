@@ -282,7 +282,8 @@ fn compare<T>(
     lines
 }
 
-fn describe_peer(spec: &PeerSpec) -> Vec<String> {
+/// The endpoint and the allowed IPs of a Peer, as lines.
+pub(crate) fn describe_peer(spec: &PeerSpec) -> Vec<String> {
     let keepalive = match spec.persistent_keepalive {
         0 => String::new(),
         seconds => format!(", keepalive {seconds} s"),
