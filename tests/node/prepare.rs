@@ -3,7 +3,7 @@
 use clustermesh_tests::{agent::agent_program, netns::NetNs};
 
 #[test]
-fn prepare_reserves_port_sets_sysctls_except_ipv6_forwarding() {
+fn prepare_reserves_the_port_and_sets_sysctls_except_ipv6_forwarding() {
     let ns = NetNs::new("node");
     let keys = [
         "ipv4/ip_forward",

@@ -48,8 +48,8 @@ struct TrackedPeer {
     stats: PeerStats,
     /// When `stats` was read.
     polled_at: Instant,
-    /// The value of `stats.tx_bytes` after which sent bytes count as unanswered. A poll that shows a packet of the peer sets it to its
-    /// own value. With a keepalive interval, a poll that shows that only keepalives were sent since then does so, too.
+    /// The value of `stats.tx_bytes` after which sent bytes count as unanswered. It is set to the present value by a poll that finds that
+    /// the peer has sent something, or that this node has sent nothing but keepalives.
     tx_baseline: u64,
     /// When a poll first showed that the peer has not replied to packets other than keepalives. `None` = it has replied, or no such
     /// packets were sent.

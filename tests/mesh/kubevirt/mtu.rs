@@ -13,7 +13,7 @@ const WIREGUARD_OVERHEAD: u16 = 60;
 const FRAGMENTS: &str = "ip[6:2] & 0x3fff != 0";
 /// VXLAN packets with WireGuard packets inside. The inner UDP header follows the headers of UDP, VXLAN, Ethernet and IP.
 const WIREGUARD_IN_VXLAN: &str = "(udp port 8472 and udp[52:2] == 51820)";
-/// Packets of [`Overlay`], of which none can be read.
+/// Packets of [`Overlay`]. Their content is encrypted, so the filter has the outer port only.
 const WIREGUARD_IN_WIREGUARD: &str = "(udp port 51999)";
 /// The device of [`Overlay`], and its MTU: that of the underlay without WireGuard's overhead over IPv6.
 const OVERLAY: &str = "overlay";
@@ -111,7 +111,7 @@ impl<'a> Overlay<'a> {
         for (position, (node, _, routes)) in nodes.iter().enumerate() {
             let other = 1 - position;
             let (key, endpoint) = (&keys[other], nodes[other].0.address());
-            // The tunnels of the hub's nodes end at their addresses on the underlay, so these are sources of packets to workers.
+            // The other node's own address is also allowed: the outer packets of its mesh tunnels to workers have it as source.
             let peer = format!("wg set {OVERLAY} peer {key} endpoint {endpoint}:51999 allowed-ips {pods},{endpoint}\n");
             let destinations = routes.iter().map(|route| route.split(' ').next().unwrap());
             let routes = destinations.map(|net| format!("ip route replace {net} dev {OVERLAY}\n"));

@@ -1,4 +1,4 @@
-//! The addresses of the two clusters in each IP version, so that the same tests run with IPv4 and IPv6.
+//! The addresses of the hub, a member and a worker in each IP version, so that the same tests run with IPv4 and IPv6.
 
 /// The addresses of one family.
 ///

@@ -94,7 +94,7 @@ pub struct ClusterStatus {
     /// Whether its API server is reachable.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reachable: Option<bool>,
-    /// Since when all objects match the plan; while one differs, the latest pass.
+    /// The time since which all objects match the plan. While an object differs, it is set to the present time again and again.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_sync: Option<Time>,
     /// Version of its API server.

@@ -131,7 +131,7 @@ impl Queue {
         self.refused.retain(&wanted);
         self.object_writes.retain(|key, object| {
             let is_recent = now.saturating_duration_since(object.recorded_at) < CONTEST_WINDOW;
-            // Without a step now, a later step may still repeat our last write, which shows that another client undid it.
+            // Also without a step for the object in this pass: if a later step repeats our last write, another client has undone it.
             is_recent && (object.last_written.is_some() || wanted.contains(key))
         });
         self.throttled.retain(|lane, _| self.lanes.contains_key(lane));

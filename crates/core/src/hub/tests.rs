@@ -89,7 +89,7 @@ fn restricted_namespace_refuses_less_restrictive_profile() {
     assert_eq!(refusal(&[sandbox], Profile::Standard), None);
     let standard = "t=standard,100.80.0.0/16";
     assert_eq!(refusal(&["*", standard], Profile::Sandbox), Some("ProfileNotAllowed"));
-    // A namespace with two flags has the more restrictive profile, and the networks of both.
+    // A namespace that two flags name has the more restrictive profile, and the networks of both.
     assert_eq!(
         refusal(&[standard, sandbox], Profile::Sandbox),
         Some("ProfileNotAllowed")

@@ -38,7 +38,7 @@ impl<'a> MeshInputs<'a> {
                 let mut ours = peers.filter(|peer| peer.owner.source_cluster.as_deref() == Some(source));
                 ours.any(|peer| self.is_ours(&peer.owner))
             };
-            // This target can connect, so the only cluster-meshed source without link is one without accepted networks: it needs no policy.
+            // A cluster-meshed source without a link has no accepted networks, so it needs no policy.
             if link::between(target, mesh_member) != Some(Link::Meshed) && (is_cluster_meshed || !has_existing_peers())
             {
                 continue;
@@ -64,7 +64,7 @@ impl<'a> MeshInputs<'a> {
                     sources.extend(known.sources.iter().filter(is_allowed));
                 }
             }
-            // Only a routed source has pod networks.
+            // The target's own pods keep their networks. Only a routed source has pod networks that may overlap these.
             if mesh_member.cluster.effective_addressing() == Addressing::Routed {
                 let is_kept = |net: &IpNet| !own_pods.overlaps(*net) || mesh_member.has_wireguard_address_in(*net);
                 networks.retain(is_kept);
@@ -74,7 +74,7 @@ impl<'a> MeshInputs<'a> {
                 continue;
             }
             let closed = link::is_closed(mesh_member);
-            // The gateways of the source only reply, so they are no sources.
+            // The gateways of the source only reply to this target's connections, so `sources` lacks them.
             if self.uses_gateways(mesh_member, target) {
                 networks.extend(mesh_member.gateway_prefixes());
             }

@@ -86,6 +86,7 @@ impl Demo<'_> {
             println!("$ kubectl --context {name} get peers");
             let cluster = self.lab.cluster(name);
             println!("{}", cluster.kubectl(["get", "peers", "-o", columns]).await?.stdout);
+            println!("$ kubectl --context {name} get nodes");
             println!("{}", cluster.kubectl(["get", "nodes", "-o", published]).await?.stdout);
         }
         println!(

@@ -80,8 +80,8 @@ impl Demo<'_> {
 
         println!(
             "
-  shown: workers in the hub's pod network use the hub only through the tunnel, and each other without it; their API server
-  and resolver need no tunnel; a live migration interrupts flows for a moment; the tunnel follows the MTU.
+  shown: workers in the hub's pod network reach the hub's pods through the tunnel; they reach each other, their API server and
+  the resolver without it; a live migration interrupts flows for a moment; the tunnel follows the MTU.
   Not shown: KubeVirt itself. The workers are network namespaces in the place of virtual machines."
         );
         Ok(())
