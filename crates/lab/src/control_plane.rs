@@ -101,7 +101,7 @@ pub(crate) fn node_kubeconfig(directory: &Path, cluster: &ClusterPlan, node: &st
 
 /// The URL at which nodes reach the API server. Nodes that are pods of another cluster use a ClusterIP of that cluster.
 fn server_for_nodes(cluster: &ClusterPlan) -> String {
-    api_url(cluster.advertised_api())
+    api_url(cluster.api_for_nodes())
 }
 
 /// The URL of an API server at an address of either family.

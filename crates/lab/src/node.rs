@@ -8,13 +8,14 @@ mod policies;
 mod root;
 mod services;
 
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
+use crate::plan::API_PORT;
 use crate::{ArtefactSet, ClusterPlan, NodePlan, PodNetwork, ProxyMode, Tools};
 
 /// The settings of one node, written by the lab and read by the node's processes.
@@ -34,6 +35,9 @@ pub(crate) struct Settings {
     resolver: Option<IpAddr>,
     #[serde(default)]
     pod_network: PodNetwork,
+    /// An address of this node, and the API server's address to which connections to it are forwarded.
+    #[serde(default)]
+    api_forward: Option<(SocketAddr, SocketAddr)>,
     proxy: ProxyMode,
     /// The implementation of NetworkPolicies. `None` = the node does not enforce them.
     #[serde(default)]
@@ -89,6 +93,8 @@ impl Settings {
         if let Some(PolicyEngine::KubeRouter { program, services: _ }) = &policies {
             programs.extend(program.parent().map(Path::to_owned));
         }
+        let forwards_api = cluster.api_node.is_some_and(|n| cluster.node(n).name == node.name);
+        let api = |address| SocketAddr::new(address, API_PORT);
         Ok(Self {
             run: run.into(),
             name: node.name.clone(),
@@ -98,6 +104,7 @@ impl Settings {
             dns: cluster.dns_ip(),
             resolver,
             pod_network: cluster.pod_network,
+            api_forward: forwards_api.then(|| (api(node.address), api(cluster.api_address()))),
             proxy: cluster.proxy,
             policies,
             programs,

@@ -13,6 +13,8 @@ pub(crate) use addresses::comma_separated;
 pub use addresses::{HostNode, NodePlan, Uplink};
 pub(crate) use pods::VXLAN_OVERHEAD;
 
+/// The port of every API server.
+pub(crate) const API_PORT: u16 = 6443;
 /// Prefix length of the whole underlay, one link that connects all API servers, NAT routers and nodes of [`NodeNetwork::Underlay`]. Each
 /// cluster has a /24 of it.
 pub(crate) const UNDERLAY_PREFIX: u8 = 16;
@@ -61,6 +63,10 @@ pub struct ClusterPlan {
     /// How pods reach pods of other nodes.
     #[serde(default)]
     pub pod_network: PodNetwork,
+    /// The number of the node whose address `default/kubernetes` has, as if the API server ran on this node. `None` = the address at
+    /// which it listens.
+    #[serde(default)]
+    pub api_node: Option<u8>,
 }
 
 /// The IPv6 ranges of a cluster. The API server and the DNS of a dual-stack cluster have IPv4 addresses only.
@@ -259,6 +265,20 @@ impl LabPlan {
         found
             .unwrap_or_else(|| panic!("the plan has no cluster {cluster:?}"))
             .policies = true;
+        self
+    }
+
+    /// Gives the Service `default/kubernetes` of a cluster the address of node `n`, as if the API server ran on this node: a service
+    /// of the node forwards connections to it. Kubelets and the CNI do not use this address.
+    ///
+    /// # Panics
+    /// When the cluster is not in the plan.
+    #[must_use]
+    pub fn with_api_on_node(mut self, cluster: &str, n: u8) -> Self {
+        let found = self.clusters.iter_mut().find(|one| one.name == cluster);
+        found
+            .unwrap_or_else(|| panic!("the plan has no cluster {cluster:?}"))
+            .api_node = Some(n);
         self
     }
 

@@ -158,6 +158,17 @@ impl Manager<'_> {
             },
             cni,
         ];
+        if let Some((at, to)) = self.settings.api_forward {
+            services.push(Service {
+                name: "api",
+                argv: vec![
+                    "/proc/self/exe".into(),
+                    "forward".into(),
+                    at.to_string(),
+                    to.to_string(),
+                ],
+            });
+        }
         let argv = match &self.settings.policies {
             None => return Ok(services),
             Some(PolicyEngine::Own) => vec![

@@ -97,6 +97,7 @@ impl ClusterPlan {
             proxy: ProxyMode::Nftables,
             policies: false,
             pod_network: PodNetwork::HostGateway,
+            api_node: None,
         }
     }
 
@@ -121,8 +122,16 @@ impl ClusterPlan {
         self.families(self.service_cidr, |v6| v6.service_cidr.into())
     }
 
-    /// The address at which the cluster's nodes and pods reach the API server (port 6443).
+    /// The address of the API server in `default/kubernetes` (port 6443), which pods use, also those in host networks.
     pub(crate) fn advertised_api(&self) -> IpAddr {
+        match self.api_node {
+            Some(n) => self.node(n).address,
+            None => self.api_for_nodes(),
+        }
+    }
+
+    /// The address at which kubelets, kube-proxy and the CNI reach the API server (port 6443).
+    pub(crate) fn api_for_nodes(&self) -> IpAddr {
         match self.node_network {
             NodeNetwork::Underlay | NodeNetwork::Nat { .. } => self.api_address(),
             NodeNetwork::Pods { api, .. } => api.into(),

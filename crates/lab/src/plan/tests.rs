@@ -24,6 +24,7 @@ fn second_cluster_of_a_plan_has_the_second_default_ranges() {
             proxy: ProxyMode::Nftables,
             policies: false,
             pod_network: PodNetwork::HostGateway,
+            api_node: None,
         }
     );
     assert_eq!(tenant.api_address(), IpAddr::from([172, 30, 2, 1]));
@@ -165,6 +166,24 @@ fn flannel_with_ipv6_or_nodes_in_pods_is_refused() {
         assert_eq!(
             refusal(in_pods.with_flannel(cluster)),
             format!("{cluster}: nodes in pods need the lab's own pod network")
+        );
+    }
+}
+
+#[test]
+fn api_server_is_advertised_at_a_node_of_the_underlay_only() {
+    let nat = NatKind::EndpointDependent;
+    let plan = LabPlan::clusters(&[("mgmt", 1), ("dc", 2)]).with_nat_for(1, "dc", "192.168.1.0/24", nat);
+    let on = |n| plan.clone().with_api_on_node("dc", n);
+    on(2).validate().unwrap();
+    let dc = &on(2).clusters[1];
+    assert_eq!(dc.advertised_api(), IpAddr::from([172, 30, 2, 12]));
+    assert_eq!(dc.api_for_nodes(), dc.api_address());
+    // Node 1 is behind the NAT, and there is no node 3.
+    for n in [1, 3] {
+        assert_eq!(
+            on(n).validate().unwrap_err().to_string(),
+            format!("dc: its API server cannot have the address of node {n}, which is not on the underlay")
         );
     }
 }

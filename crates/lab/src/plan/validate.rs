@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use super::{ClusterPlan, LabPlan, NodeNetwork, PodNetwork};
+use super::{ClusterPlan, LabPlan, NodeNetwork, PodNetwork, Uplink};
 use crate::{Error, Result};
 
 impl LabPlan {
@@ -40,8 +40,17 @@ impl LabPlan {
             if cluster.pod_network != PodNetwork::HostGateway && cluster.v6.is_some() {
                 return Err(Error::Other(format!("{name}: the lab's VXLANs carry IPv4 only")));
             }
-            // The lab cannot give flannel's nodes routes to workers in pods, and changes the MTU of its own VXLAN only.
+            let can_forward = |n: &u8| (1..=cluster.nodes).contains(n) && cluster.node(*n).uplink == Uplink::Underlay;
             let is_in_pods = matches!(cluster.node_network, NodeNetwork::Pods { .. });
+            if let Some(n) = cluster
+                .api_node
+                .filter(|n| is_in_pods || !cluster.controllers || !can_forward(n))
+            {
+                return Err(Error::Other(format!(
+                    "{name}: its API server cannot have the address of node {n}, which is not on the underlay"
+                )));
+            }
+            // The lab cannot give flannel's nodes routes to workers in pods, and changes the MTU of its own VXLAN only.
             if cluster.pod_network == PodNetwork::Flannel && (is_in_pods || self.has_workers_in_pods_of(name)) {
                 return Err(Error::Other(format!(
                     "{name}: nodes in pods need the lab's own pod network"

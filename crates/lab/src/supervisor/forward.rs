@@ -1,4 +1,4 @@
-//! Forwards a port of the host's loopback address to an address inside a network namespace.
+//! Forwards TCP connections: from a port of the host's loopback address into a network namespace, or from an address of a node.
 
 use std::net::{Ipv4Addr, SocketAddr};
 
@@ -26,6 +26,15 @@ pub(super) fn start(namespace: std::fs::File, to: SocketAddr) -> anyhow::Result<
     });
     started.recv()??;
     Ok(port)
+}
+
+/// Accepts connections at `at` and forwards them to `to`. Returns only on an error.
+pub(super) fn serve(at: SocketAddr, to: SocketAddr) -> anyhow::Result<()> {
+    let listener = std::net::TcpListener::bind(at)?;
+    listener.set_nonblocking(true)?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(forward_all(listener, to));
+    Ok(())
 }
 
 async fn forward_all(listener: std::net::TcpListener, to: SocketAddr) {

@@ -1,5 +1,6 @@
 //! Entry points of the `clustermesh-lab` program: commands for users, and hidden commands that the lab runs itself.
 
+use std::net::SocketAddr;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::Command;
@@ -47,6 +48,14 @@ enum LabCommand {
         /// The file with the node's settings, as JSON.
         settings: PathBuf,
     },
+    /// Accept TCP connections at an address, and forward them to another one.
+    #[command(hide = true)]
+    Forward {
+        /// Where to accept.
+        at: SocketAddr,
+        /// Where to connect.
+        to: SocketAddr,
+    },
     /// Enforce NetworkPolicies on a node.
     #[command(hide = true)]
     Policies {
@@ -81,6 +90,7 @@ pub fn main() -> anyhow::Result<()> {
         }
         LabCommand::Node { settings } => crate::node::init(&settings),
         LabCommand::Cni { settings } => crate::node::cni(&settings),
+        LabCommand::Forward { at, to } => super::forward::serve(at, to),
         LabCommand::Policies { settings } => crate::node::policies(&settings),
     }
 }
