@@ -50,6 +50,19 @@ pub(super) fn path_chains(parameters: &RuleParameters) -> String {
         &format!("ct state new {{ip}} saddr @mesh{{n}} counter {ct_underlay}"),
         "connection from a mesh source by the underlay",
     );
+    out.push_str(
+        "    # A connection may be older than the Peer with its source, such as one to the API server on this node. Replies from an address
+    # that peers do not accept as a source would be lost in the tunnel. A connection to any other address moves into the tunnel.
+",
+    );
+    add_rule_pair(
+        &mut out,
+        &format!(
+            "ct direction original {} {{ip}} saddr @mesh{{n}} {{ip}} daddr != @own_sources{{n}} {{ip}} daddr != @published{{n}} counter {ct_underlay}",
+            match_mark(0, "ct")
+        ),
+        "older connection from a mesh source by the underlay",
+    );
     add_rule(
         &mut out,
         &format!("ct direction original {from_underlay} {meta_underlay}"),
