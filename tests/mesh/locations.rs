@@ -1,6 +1,8 @@
 //! Tests a member whose nodes are in three locations, on whole clusters: two nodes in a datacenter behind a NAT, and one in each of two
 //! clouds. Without the mesh, pods in the datacenter and pods in a cloud cannot reach each other. The CNI connects the nodes of a location
-//! with flannel; the demo has a CNI with plain routes.
+//! with flannel; the demo has a CNI with plain routes. The API server has the address of the node in one of the clouds.
+
+mod api_server;
 
 use std::net::IpAddr;
 
@@ -40,7 +42,8 @@ async fn nodes_in_several_locations_are_one_cluster() {
     let nat = NatKind::EndpointIndependent { first_port: 40001 };
     let plan = LabPlan::clusters(&[(HUB, 1), (MEMBER, 4)])
         .with_nat_for(2, MEMBER, LAN, nat)
-        .with_flannel(MEMBER);
+        .with_flannel(MEMBER)
+        .with_api_on_node(MEMBER, 3);
     let lab = Lab::start(plan).await.unwrap();
     let product = Product::install(&lab, &[HUB, MEMBER], Tunnel::Userspace, &|_| {})
         .await
@@ -50,7 +53,7 @@ async fn nodes_in_several_locations_are_one_cluster() {
         label(&member, node, &format!("topology.kubernetes.io/region={location}")).await;
     }
     let webs = member.run_web_on_each_node().await.unwrap();
-    let env = TestEnv {
+    let mut env = TestEnv {
         lab: &lab,
         hub_webs: hub.run_web().await.unwrap(),
         webs,
@@ -58,6 +61,7 @@ async fn nodes_in_several_locations_are_one_cluster() {
         member,
     };
     env.locations_are_apart_without_the_mesh().await;
+    let open_flows = api_server::open_flows(&env).await;
     let capture = lab.capture("locations", "ip").await.unwrap();
     // The pods' addresses are outside allowedNetworks, which say only what other members see.
     let mesh = product.mesh_masqueraded(&[MEMBER], &[]);
@@ -67,6 +71,7 @@ async fn nodes_in_several_locations_are_one_cluster() {
     );
     product.mesh_up(&mesh).await.unwrap();
     env.every_node_uses_its_tunnels().await;
+    api_server::open_flows_continue(open_flows).await;
     let vxlan = lab.capture("locations-vxlan", "udp port 8472").await.unwrap();
 
     env.pods_reach_pods_with_their_own_address().await;
@@ -89,6 +94,9 @@ async fn nodes_in_several_locations_are_one_cluster() {
     let vxlan = vxlan.stop().await.unwrap();
     assert_eq!(vxlan.packets("udp").await.unwrap(), Vec::<String>::new());
 
+    api_server::is_reached_without_tunnels(&env).await;
+    api_server::killed_agents_become_ready(&env).await;
+    api_server::node_of_the_api_server_reboots(&mut env).await;
     env.node_is_followed_into_another_location().await;
     env.node_without_location_is_reported().await;
 }
@@ -203,13 +211,14 @@ impl TestEnv<'_> {
         }
     }
 
-    /// The datacenter's nodes have no tunnel to each other.
+    /// The datacenter's nodes have no tunnel to each other, and the address of the API server is reached without a tunnel.
     async fn location_uses_its_own_network(&self) {
         for (node, other, to_pod, to_node) in [
             ("tenant-a-1", "tenant-a-2", VXLAN, "eth0"),
             ("tenant-a-2", "tenant-a-1", VXLAN, "eth0"),
-            ("tenant-a-1", "tenant-a-3", "kilo0", "kilo0"),
+            ("tenant-a-1", "tenant-a-4", "kilo0", "kilo0"),
             ("tenant-a-3", "tenant-a-4", "kilo0", "kilo0"),
+            ("tenant-a-4", "tenant-a-3", "kilo0", "eth0"),
         ] {
             let web = self.web(other);
             let addresses = [
