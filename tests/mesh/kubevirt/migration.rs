@@ -59,7 +59,7 @@ pub(super) async fn flows_continue_on_another_node(env: &mut TestEnv<'_>) {
 }
 
 /// The longest time between two echoes since `began`, or the time from `began` to the first one, in milliseconds.
-fn longest_silence(watch: &EchoWatch, began: u128) -> u128 {
+pub(super) fn longest_silence(watch: &EchoWatch, began: u128) -> u128 {
     let times: Vec<u128> = watch.echo_times().into_iter().filter(|at| *at >= began).collect();
     let first = times.first().map_or(0, |at| at - began);
     times

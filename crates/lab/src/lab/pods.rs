@@ -262,11 +262,46 @@ spec:
         Ok(())
     }
 
+    /// Makes the nodes of a cluster that run now masquerade packets from workers in pods to addresses outside the cluster's pod range,
+    /// such as those of the nodes, as many CNIs do with all pods; or stops it. WireGuard's flows change with their next packet, other
+    /// open connections keep their source.
+    ///
+    /// # Errors
+    /// When a program fails.
+    pub async fn masquerade_workers(&self, cluster: &str, masquerade: bool) -> Result<()> {
+        let host_cluster = self.cluster(cluster);
+        let mut table = String::from("table ip workers\ndelete table ip workers\n");
+        if masquerade {
+            table += &format!(
+                "table ip workers {{\n chain postrouting {{\n  type nat hook postrouting priority 100; policy accept;\n  \
+                 iifname \"vm*\" ip daddr != {} counter masquerade\n }}\n}}\n",
+                host_cluster.plan().pod_cidr
+            );
+        }
+        for node in host_cluster.nodes().iter().filter(|node| node.is_up()) {
+            node.exec_with_stdin(["nft", "-f", "-"], &table).await?;
+            node.forget_wireguard_flows().await?;
+        }
+        Ok(())
+    }
+
     fn host_cluster(&self, worker: &NodePlan) -> Result<Cluster<'_>> {
         match &self.cluster(&worker.cluster).plan().node_network {
             NodeNetwork::Pods { of, .. } => Ok(self.cluster(of)),
             _ => Err(not_in_pods(worker)),
         }
+    }
+}
+
+impl Node<'_> {
+    /// Deletes the conntrack entries of WireGuard packets on this node, so that the next packet of each flow decides about its NAT.
+    ///
+    /// # Errors
+    /// When the program cannot be started.
+    pub async fn forget_wireguard_flows(&self) -> Result<()> {
+        // The exit status is 1 if there is no such entry.
+        let words = ["conntrack", "-D", "-p", "udp", "--dport", "51820"];
+        self.try_exec(words).await.map(drop)
     }
 }
 
