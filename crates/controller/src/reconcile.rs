@@ -34,12 +34,10 @@ use crate::{
 mod finalize;
 mod link_reports;
 mod meshes;
-mod pace;
 mod removed;
 mod status;
 
 use meshes::{LastValidMeshes, LoadedMesh, load_meshes};
-use pace::Pace;
 use removed::RemovedClusters;
 pub(crate) use removed::RemovedRow;
 use status::{Reports, truncate_to_seconds};
@@ -54,8 +52,6 @@ const PENDING_RESYNC: Duration = Duration::from_millis(500);
 struct Member {
     session: Arc<Session>,
     writer: MemberWriter,
-    /// Used if kg serves the member.
-    pace: Pace,
 }
 
 /// The content of `/debug/state`, shared with the admin endpoint.
@@ -192,7 +188,7 @@ impl Reconciler {
             observed_since,
         };
         finalize::drop_steps_without_finalizer(&mut pass);
-        let next_announcement = self.write(&pass, started);
+        self.write(&pass);
         let all_reported = self.report_status(&pass);
         self.update_debug_view(&pass);
 
@@ -205,7 +201,6 @@ impl Reconciler {
             next_hold,
             self.reports.due(started).map(time_until),
             silence.map(time_until),
-            next_announcement.map(time_until),
         ];
         let next = next.into_iter().flatten().min().unwrap_or(RESYNC).min(RESYNC);
         if all_reported {
@@ -236,7 +231,6 @@ impl Reconciler {
                         Arc::clone(&self.changed),
                     )),
                     writer: MemberWriter::new(Arc::clone(&self.changed), self.reports.metrics.clone()),
-                    pace: Pace::default(),
                 }
             });
             member.session.set_interest(interest);
@@ -264,16 +258,14 @@ impl Reconciler {
         }
     }
 
-    /// Passes the steps of the diff to the writers of the members, except Peers of new nodes that wait for the next announcement in their
-    /// member ([`Pace`]). Returns the time of the next announcement.
-    fn write(&mut self, pass: &Pass, now: Instant) -> Option<Instant> {
+    /// Passes the steps of the diff to the writers of the members.
+    fn write(&self, pass: &Pass) {
         let claims = Arc::new(Claims {
             hub: pass.plan.hub.clone(),
             claimants: pass.plan.claimants.clone(),
         });
         let unseen = ObservedMember::default();
-        let mut next_announcement = None;
-        for (identity, member) in &mut self.members {
+        for (identity, member) in &self.members {
             let client = member.session.client().filter(|_| !member.session.is_unresponsive());
             let (Some(client), Some(steps)) = (client, pass.steps.get(identity)) else {
                 member.writer.clear();
@@ -290,19 +282,11 @@ impl Reconciler {
                 feeds: member.session.feeds(),
                 claims: Arc::clone(&claims),
             };
-            let mut groups = lanes::split_by_source(steps.clone(), seen);
-            if is_served_by_kg(&pass.plan, identity) {
-                let next = member.pace.withhold(&mut groups, seen, now);
-                if next.is_some() {
-                    tracing::debug!(member = %identity, "Peers of new nodes wait for the next announcement");
-                }
-                next_announcement = [next_announcement, next].into_iter().flatten().min();
-            }
+            let groups = lanes::split_by_source(steps.clone(), seen);
             member
                 .writer
                 .set_steps(groups, pass.observed_since, connection, &self.tasks);
         }
-        next_announcement
     }
 
     /// Drops all steps that were not sent yet. Requests in flight are not cancelled.
@@ -364,14 +348,6 @@ fn count_outstanding(
         }
     }
     outstanding
-}
-
-/// Whether kg configures routes from the Peers in this member.
-fn is_served_by_kg(plan: &Plan, identity: &ClusterIdentity) -> bool {
-    plan.meshes.values().any(|mesh| {
-        let mut entries = mesh.identities.iter().filter(|(_, other)| *other == identity);
-        entries.any(|(entry, _)| mesh.targets.get(entry).is_some_and(|target| target.is_served_by_kg))
-    })
 }
 
 /// Whether a mesh references exactly this identity.

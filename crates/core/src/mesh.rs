@@ -9,8 +9,7 @@ use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
 /// Whether one of the two networks contains the other.
-#[must_use]
-pub fn overlap(a: IpNet, b: IpNet) -> bool {
+pub(crate) fn overlap(a: IpNet, b: IpNet) -> bool {
     a.contains(&b) || b.contains(&a)
 }
 

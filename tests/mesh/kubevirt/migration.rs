@@ -22,8 +22,16 @@ pub(super) async fn flows_continue_on_another_node(env: &mut TestEnv<'_>) {
     let sibling_web = env.webs.iter().find(|web| web.node == SIBLING).unwrap();
     let eth0_address = env.worker.address();
     let flows = [
-        ("hub pod on the node that the worker leaves -> pod, tunnel", pod(hub_web), web.ip),
-        ("hub pod on the node to which it moves -> pod, tunnel", pod(other_hub_web), web.ip),
+        (
+            "hub pod on the node that the worker leaves -> pod, tunnel",
+            pod(hub_web),
+            web.ip,
+        ),
+        (
+            "hub pod on the node to which it moves -> pod, tunnel",
+            pod(other_hub_web),
+            web.ip,
+        ),
         ("pod -> hub pod, tunnel", pod(web), hub_web.ip),
         ("host -> hub pod, tunnel", host(), hub_web.ip),
         ("hub pod -> eth0", pod(other_hub_web), eth0_address),

@@ -300,8 +300,6 @@ pub struct TargetPlan {
     /// Mirrored Services that cannot be planned, because the state that decides them was not observed: existing objects with these names
     /// are neither updated nor deleted.
     pub kept_services: BTreeSet<ObjectName>,
-    /// kg configures routes from the Peers on some node. It resets all sessions of the node with each changed Peer.
-    pub is_served_by_kg: bool,
 }
 
 /// The status of one entry.

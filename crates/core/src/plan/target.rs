@@ -181,7 +181,6 @@ impl<'a> MeshInputs<'a> {
             return outcome;
         };
         outcome.plan.source_networks = self.source_networks(name, target);
-        outcome.plan.is_served_by_kg = self.runs_kg(name, target);
         for (source, mesh_member) in self.sources(name, target) {
             // A connected source whose observation is not Fresh keeps its objects; a source that is not connected loses them. Sandboxes
             // are left out: their grants come from the ClusterMesh, and `plan_access` keeps their nodes.
