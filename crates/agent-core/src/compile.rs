@@ -89,8 +89,8 @@ pub struct Inputs {
     /// This node.
     pub node: Node,
     /// Destinations that the underlay needs although they may lie in a mesh network: next hops outside the other nodes' pod CIDRs,
-    /// resolvers, the other nodes' InternalIPs, `--bypass-cidr`. They get `throw` routes, and so do the addresses of `api_servers`. Destinations outside the mesh networks, and
-    /// those that are an allowed IP of an own node's Peer, have no effect.
+    /// resolvers, the other nodes' InternalIPs, `--bypass-cidr`. They get `throw` routes, and so do the addresses of `api_servers`.
+    /// Destinations outside the mesh networks, and those that are an allowed IP of an own node's Peer, have no effect.
     pub throw: BTreeSet<IpNet>,
     /// The API server: its ClusterIP and its endpoints.
     pub api_servers: BTreeSet<SocketAddr>,

@@ -144,7 +144,7 @@ pub(super) fn gather_inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, local:
         .collect();
     let others = || snapshot.nodes.objects().filter(|(name, _)| *name != local.name);
     let pods_elsewhere: BTreeSet<IpNet> = others().flat_map(|(_, node)| &node.pod_cidrs).copied().collect();
-    // flannel's next hops are the first addresses of other nodes' pod CIDRs. They are those nodes and no addresses of the underlay: a `throw`
+    // flannel's next hops are the first addresses of other nodes' pod CIDRs. They belong to those nodes, not to the underlay: a `throw`
     // route would keep packets to a node in another location outside the tunnel.
     let pods = aggregate(&pods_elsewhere);
     let next_hops = local.underlay.next_hops.iter();

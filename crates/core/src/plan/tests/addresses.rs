@@ -1,5 +1,5 @@
-//! Tests which addresses of a Node become endpoints and allowed IPs. A Peer's allowed IPs contain neither
-//! networks outside allowedNetworks nor podCIDRs of other nodes. A newer Node is skipped if its podCIDR or WireGuard address overlaps one of an older Node.
+//! Tests which addresses of a Node become endpoints and allowed IPs. A Peer's allowed IPs contain neither networks outside
+//! allowedNetworks nor podCIDRs of other nodes. A newer Node is skipped if its podCIDR or WireGuard address overlaps one of an older Node.
 
 use super::*;
 
