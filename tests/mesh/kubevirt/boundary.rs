@@ -149,9 +149,19 @@ async fn sandbox_dials_gateway_pods_and_hub_has_no_peers(env: &TestEnv<'_>, gran
     let kinds = "peers.kilo.squat.ai,peerpolicies.kilo.squat.ai";
     let objects = env.lab.cluster(HUB).kubectl(["get", kinds, "-o", "name"]).await;
     assert_eq!(objects.unwrap().stdout, "");
-    let routed = env.lab.tunnel_routes(WORKER).await.unwrap();
     let gateways = granted.gateways.iter().map(|gateway| gateway.wireguard.to_string());
-    assert_eq!(routed, gateways.collect());
+    let gateways: BTreeSet<String> = gateways.collect();
+    wait_until("the gateways' routes on the worker", PATIENCE, async || {
+        let routed = env.lab.tunnel_routes(WORKER).await;
+        let routed = routed.map_err(|error| error.to_string())?;
+        if routed == gateways {
+            Ok(())
+        } else {
+            Err(format!("{routed:?}"))
+        }
+    })
+    .await
+    .unwrap();
 }
 
 /// Checks the mirrored Service, the API server, and connections from the API server to the kubelet; then the mirrored Service again
