@@ -173,6 +173,19 @@ pub(super) struct TargetOutcome {
     pub(super) egress: Vec<EgressReport>,
 }
 
+/// Adds the networks of a closed source's Peers to its closed PeerPolicy. The policy lacks a network that overlaps pods of the target
+/// itself, but Peers contain other parts of this network.
+fn close_networks_of_peers(plan: &mut TargetPlan) {
+    for policy in plan.policies.values_mut().filter(|policy| policy.spec.closed) {
+        let peers = plan.peers.values().filter(|peer| peer.source == policy.source);
+        for network in peers.flat_map(|peer| &peer.spec.allowed_ips) {
+            if !policy.spec.networks.iter().any(|closed| closed.contains(network)) {
+                policy.spec.networks.insert(*network);
+            }
+        }
+    }
+}
+
 impl<'a> MeshInputs<'a> {
     /// Plans the objects in the target `name`.
     pub(super) fn plan_target(&self, name: &str) -> TargetOutcome {
@@ -212,6 +225,7 @@ impl<'a> MeshInputs<'a> {
                 }
             }
             peer_planner.finish(&mut outcome);
+            close_networks_of_peers(&mut outcome.plan);
             outcome.facts.extend(self.missing_peer_crd(name, target));
             self.plan_grantor_policies(name, target, &mut outcome.plan);
         }

@@ -147,6 +147,31 @@ fn quarantined_member_is_closed_and_keeps_its_peers() {
     }
 }
 
+/// A node of the hub has a podCIDR inside the quarantined member's network, so the PeerPolicy does not contain the whole network.
+// threat: quarantine
+#[test]
+fn quarantine_closes_peers_beside_own_pods() {
+    let (mut mesh, mut seen) = mesh_with_sandbox();
+    mesh.clusters[0].locations = Locations::Connected;
+    mesh.clusters[2].allowed.extend(nets(&["10.3.0.0/16"]));
+    mesh.clusters[2].profile = Profile::ClusterMeshed;
+    mesh.clusters[2].quarantine = true;
+    edit(&mut seen, &ClusterIdentity::Local, |m| {
+        let mut own = node(1, 9);
+        own.pod_cidrs = vec![Claim::Valid("10.3.7.0/24".parse().unwrap())];
+        m.nodes.insert("own".into(), own);
+    });
+    let (_, mesh_plan) = plan_mesh(&mesh, &seen);
+    let hub = &mesh_plan.targets["mgmt"];
+    assert_eq!(
+        hub.peers["m--nb--s"].spec.allowed_ips,
+        net_set(&["10.3.1.0/24", "100.66.3.1/32"])
+    );
+    let spec = &hub.policies["m--nb"].spec;
+    assert!(spec.closed);
+    assert_eq!(spec.networks, net_set(&["10.3.1.0/24", "100.66.3.0/24"]));
+}
+
 // threat: profile-tightened
 #[test]
 fn member_set_to_standard_is_closed_before_peer_deletion() {
