@@ -165,22 +165,10 @@ impl TestEnv<'_> {
 
         let hub_node = &self.hub_webs[0].node;
         let used = endpoints_in_use(&self.peers_of_agent(hub_node, TENANTS[0]).await);
-        wait_until("the forged candidate in the hub", PATIENCE, async || {
-            let peers = self.peers_of_agent(hub_node, TENANTS[0]).await;
-            let last = |peer: &Value| peer["candidates"].as_array().unwrap().last().cloned();
-            if peers.iter().all(|peer| last(peer) == Some(json!(forged))) {
-                Ok(())
-            } else {
-                Err(format!("{peers:?}"))
-            }
-        })
-        .await
-        .unwrap();
-        // The agent polls its device every 5 s.
-        for _ in 0..7 {
-            assert_eq!(endpoints_in_use(&self.peers_of_agent(hub_node, TENANTS[0]).await), used);
-            tokio::time::sleep(Duration::from_secs(1)).await;
-        }
+        assert_eq!(used.len(), 2, "{used:?}");
+        self.wait_for_candidate(hub_node, TENANTS[0], &forged, |candidates| candidates.last())
+            .await;
+        self.assert_endpoints_stay(hub_node, TENANTS[0], &used).await;
         let began = Instant::now();
         self.lab.node(hub_node).signal("wg-agent", Signal::SIGKILL).unwrap();
         self.assert_reach_each_other(&self.tenant_webs[0], from_ref(&self.hub_webs[0]))
@@ -299,27 +287,15 @@ impl TestEnv<'_> {
         .unwrap();
 
         let nodes = ["annotate", "nodes", "--all", "--overwrite"];
-        let silent = "kilo.squat.ai/clustermesh-endpoint=203.0.113.9:51820";
-        self.tenants[1].kubectl(nodes.iter().chain([&silent])).await.unwrap();
-        wait_until("the silent candidate on a node of A", PATIENCE, async || {
-            let peers = self.peers_of_agent(&a[0].node, TENANTS[1]).await;
-            let has_silent = |peer: &Value| peer["candidates"][0] == "203.0.113.9:51820";
-            if peers.iter().all(has_silent) {
-                Ok(())
-            } else {
-                Err(format!("{peers:?}"))
-            }
-        })
-        .await
-        .unwrap();
-        // The agent polls its device every 5 s.
-        for _ in 0..7 {
-            assert_eq!(
-                endpoints_in_use(&self.peers_of_agent(&a[0].node, TENANTS[1]).await),
-                private
-            );
-            tokio::time::sleep(Duration::from_secs(1)).await;
-        }
+        let silent = "203.0.113.9:51820";
+        let annotation = format!("kilo.squat.ai/clustermesh-endpoint={silent}");
+        self.tenants[1]
+            .kubectl(nodes.iter().chain([&&*annotation]))
+            .await
+            .unwrap();
+        self.wait_for_candidate(&a[0].node, TENANTS[1], silent, |candidates| candidates.first())
+            .await;
+        self.assert_endpoints_stay(&a[0].node, TENANTS[1], &private).await;
         self.assert_reach_each_other(a, b).await;
         let no_endpoint = "kilo.squat.ai/clustermesh-endpoint-";
         self.tenants[1]
@@ -327,6 +303,35 @@ impl TestEnv<'_> {
             .await
             .unwrap();
         self.lab.separate_private_networks(TENANTS).await.unwrap();
+    }
+
+    /// Waits until the agent on a node has this address as a candidate of each of the two peers in a cluster: the one that `select` picks.
+    async fn wait_for_candidate(
+        &self,
+        node: &str,
+        cluster: &str,
+        address: &str,
+        select: impl Fn(&[Value]) -> Option<&Value>,
+    ) {
+        wait_until(format!("the candidate {address} on {node}"), PATIENCE, async || {
+            let peers = self.peers_of_agent(node, cluster).await;
+            let has_address = |peer: &&Value| select(peer["candidates"].as_array().unwrap()) == Some(&json!(address));
+            if peers.iter().filter(has_address).count() == 2 {
+                Ok(())
+            } else {
+                Err(format!("{peers:?}"))
+            }
+        })
+        .await
+        .unwrap();
+    }
+
+    /// Asserts that the agent on a node uses the same endpoints during a poll of its device, which it polls every 5 s.
+    async fn assert_endpoints_stay(&self, node: &str, cluster: &str, endpoints: &[String]) {
+        for _ in 0..7 {
+            assert_eq!(endpoints_in_use(&self.peers_of_agent(node, cluster).await), endpoints);
+            tokio::time::sleep(Duration::from_secs(1)).await;
+        }
     }
 
     /// The peers of a cluster's nodes, as the agent on a node shows them.

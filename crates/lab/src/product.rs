@@ -180,7 +180,7 @@ impl<'a> Product<'a> {
         }
     }
 
-    /// Installs the agent in policy mode, beside kg, with the commands of docs/operations/kilo.md.
+    /// Installs wg-agent in policy mode on nodes that kg serves, with the manifests and the patch of docs/operations/kilo.md.
     ///
     /// # Errors
     /// When the page has no patch, or the cluster refuses a manifest.

@@ -91,7 +91,7 @@ impl Demo<'_> {
         }
         println!(
             "  shown: clusters of kg and of wg-agent are one mesh. `cargo xtask test mesh kilo` also restarts kg, kills a leader, \
-             moves a node to another location and runs wg-agent in policy mode beside kg."
+             moves a node to another location, and runs wg-agent in policy mode on nodes that kg serves."
         );
         Ok(())
     }
