@@ -14,8 +14,13 @@ async fn flows_work_with_kube_proxy_in_iptables_mode() {
     let lab = Lab::start(plan).await.unwrap();
     for cluster in [HUB, MEMBER] {
         for node in lab.cluster(cluster).nodes() {
-            let rules = node.exec(["iptables-save", "-t", "nat"]).await.unwrap().stdout;
-            assert!(rules.contains(":KUBE-POSTROUTING"), "{}: {rules}", node.name());
+            wait_until(format!("kube-proxy's rules on {}", node.name()), PATIENCE, async || {
+                let rules = node.exec(["iptables-save", "-t", "nat"]).await;
+                let rules = rules.map_err(|error| error.to_string())?.stdout;
+                rules.contains(":KUBE-POSTROUTING").then_some(()).ok_or(rules)
+            })
+            .await
+            .unwrap();
             let tables = node.exec(["nft", "list", "tables"]).await.unwrap().stdout;
             assert!(!tables.contains("kube-proxy"), "{}: {tables}", node.name());
         }

@@ -10,7 +10,7 @@ use std::{
 };
 
 use clustermesh_tests::{
-    netns::{NetNs, wait_for},
+    netns::{NetNs, wait_for, wait_until},
     path::{self, Capture, Family, Mesh, V4, V4_OVER_V6, V6, V6_OVER_V4, apply, policy_of, request, serve, source_of},
 };
 
@@ -439,7 +439,9 @@ fn spoofed_mesh_source_is_not_forwarded(f: &'static Family) {
             .status
             .success()
     };
-    assert!(mesh.hub2.pings(f.hub));
+    wait_until("hub2 to reach the hub", Duration::from_secs(10), || {
+        mesh.hub2.pings(f.hub)
+    });
     // Let only the chain path_in drop packets: empty the chain `leave`, which drops the replies, and route the replies to hub2.
     mesh.hub.sh("nft flush chain inet clustermesh leave");
     mesh.hub.ip(&format!(
@@ -455,9 +457,10 @@ fn spoofed_mesh_source_is_not_forwarded(f: &'static Family) {
         .count();
     assert_eq!(dropped, 1, "{path_in}");
     mesh.hub.sh("nft flush chain inet clustermesh path_in");
-    assert!(
-        reaches_hub_pod(&mesh.hub2),
-        "without the chain the packet must be forwarded"
+    wait_until(
+        "the packet to be forwarded without the chain",
+        Duration::from_secs(10),
+        || reaches_hub_pod(&mesh.hub2),
     );
 }
 
