@@ -34,6 +34,21 @@ pub struct TestEnv {
     names: Vec<String>,
 }
 
+async fn until_ready(host: &Machine<'_>, port: u16, running: &Running) {
+    let url = format!("http://127.0.0.1:{port}/readyz");
+    wait_until("the controller to be ready", LATER, async || {
+        match host.try_exec(["curl", "-s", "-m", "5", &url]).await.unwrap().stdout {
+            answer if answer == "ok\n" => Ok(()),
+            answer => Err(format!(
+                "{answer:?}; {}",
+                running.log().lines().last().unwrap_or_default()
+            )),
+        }
+    })
+    .await
+    .unwrap();
+}
+
 fn repository() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("..")
 }
@@ -204,37 +219,39 @@ impl TestEnv {
     }
 
     async fn spawn_controller(&self, prefix: &[&str], hub_namespace: &str, more: &[&str]) -> Running {
-        let file = self.lab.directory().join("controller.kubeconfig");
+        let words = self.controller_command("controller", 8081, hub_namespace).await;
+        let words: Vec<&str> = words.iter().map(String::as_str).collect();
+        let host = self.controller_host();
+        let running = host.spawn("controller", [prefix, &words[..], more].concat()).unwrap();
+        until_ready(&host, 8081, &running).await;
+        running
+    }
+
+    /// Starts a replica of the controller on `host`, and waits until it is ready. `replica` is the name of its pod, and of its log.
+    pub async fn start_replica(&self, host: &Machine<'_>, replica: &str, port: u16) -> Running {
+        let words = self.controller_command(replica, port, NAMESPACE).await;
+        let running = host.spawn(replica, words).unwrap();
+        until_ready(host, port, &running).await;
+        running
+    }
+
+    async fn controller_command(&self, replica: &str, port: u16, hub_namespace: &str) -> Vec<String> {
+        let file = self.lab.directory().join(format!("{replica}.kubeconfig"));
         std::fs::write(&file, self.kubeconfig(self.hub_name()).await).unwrap();
-        let file = file.display().to_string();
-        let filter = "RUST_LOG=info,clustermesh_controller=debug";
         let words = [
             "env",
-            filter,
+            "RUST_LOG=info,clustermesh_controller=debug",
+            &format!("POD_NAME={replica}"),
+            &format!("POD_NAMESPACE={NAMESPACE}"),
             &crate::program("clustermesh-controller"),
             "--kubeconfig",
-            &file,
+            &file.display().to_string(),
             "--hub-namespace",
             hub_namespace,
             "--listen",
-            "0.0.0.0:8081",
+            &format!("0.0.0.0:{port}"),
         ];
-        let running = self
-            .controller_host()
-            .spawn("controller", [prefix, &words[..], more].concat())
-            .unwrap();
-        wait_until("the controller to be ready", LATER, async || {
-            match self.page("/readyz").await {
-                answer if answer == "ok\n" => Ok(()),
-                answer => Err(format!(
-                    "{answer:?}; {}",
-                    running.log().lines().last().unwrap_or_default()
-                )),
-            }
-        })
-        .await
-        .unwrap();
-        running
+        words.map(str::to_owned).to_vec()
     }
 
     /// A page of the controller's admin port; empty if there is no response. The request comes from the controller's

@@ -9,6 +9,9 @@ use clustermesh_core::{
 };
 use sha2::{Digest, Sha256};
 
+/// Annotation of the leader's Lease in the hub: the replica that released the Lease, after its last write.
+pub const RELEASED_BY: &str = "kilo-clustermesh.io/released-by";
+
 /// Finalizer of a ClusterMesh until all objects that were written for it are removed (predecessor).
 pub const FINALIZER: &str = "kilo-clustermesh.io/cleanup";
 
@@ -131,6 +134,12 @@ pub fn peer_name(hub: &str, mesh: &MeshId, cluster: &str, node: &str, is_name_ta
     join(&[&mesh.name, cluster, node], is_name_taken, || {
         hash(&[hub, &mesh.namespace, &mesh.name, cluster, node])
     })
+}
+
+/// Makes the name of the Lease of this hub's controller in a member.
+#[must_use]
+pub fn lease_name(hub: &str) -> String {
+    format!("clustermesh-controller-{}", hash(&[hub]))
 }
 
 /// Makes the name of a PeerPolicy: `<mesh>--<cluster>`, with a hash in the same cases as in [`peer_name`].

@@ -6,6 +6,8 @@
 use clustermesh_access::{bounds::over_budget, cause, kubeconfig::Refused};
 use kube::Error;
 
+use crate::election::NotPermitted;
+
 /// The description of a failure without an HTTP response, unless a limit of memory or the check of the kubeconfig caused it.
 pub(crate) const NO_ANSWER: &str = "its API server does not answer";
 
@@ -36,6 +38,9 @@ pub(crate) fn describe(error: &Error) -> String {
     }
     if let Some(refused) = cause::<Refused>(error) {
         return refused.to_string();
+    }
+    if let Some(not_permitted) = cause::<NotPermitted>(error) {
+        return not_permitted.to_string();
     }
     match error {
         Error::Api(status) => match status.code {

@@ -5,6 +5,7 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
+use clustermesh_access::cause;
 use clustermesh_core::{
     diff::Step,
     lanes::{Lanes, Source},
@@ -15,7 +16,7 @@ use kube::Client;
 use tokio::{sync::Notify, time::Instant};
 use tokio_util::task::TaskTracker;
 
-use crate::{api_error, feed::Changed, metrics::Metrics, session::member_feeds::MemberFeeds};
+use crate::{api_error, election::NotPermitted, feed::Changed, metrics::Metrics, session::member_feeds::MemberFeeds};
 
 mod contested;
 mod queue;
@@ -61,6 +62,8 @@ enum Outcome {
     Conflict { by: Option<String> },
     /// The member refuses this object. Contains the reason.
     Refused(String),
+    /// The request was not sent, or was given up, because this replica may not write now.
+    NotPermitted(String),
     /// The member throttles requests (429).
     Throttled(String),
     /// The member does not answer, fails (502 to 504), or refuses the credentials (401).
@@ -74,6 +77,7 @@ impl Outcome {
             Self::Unchanged | Self::Written { .. } => "ok",
             Self::Conflict { .. } => "conflict",
             Self::Refused(_) => "refused",
+            Self::NotPermitted(_) => "not_permitted",
             Self::Throttled(_) => "throttled",
             Self::Unavailable(_) => "unavailable",
         }
@@ -192,6 +196,7 @@ impl MemberWriter {
             Outcome::Conflict { by } => {
                 tracing::info!(mesh = %step.mesh, action, kind, name, by, "not written: another client changed the object");
             }
+            Outcome::NotPermitted(why) => tracing::info!(mesh = %step.mesh, action, kind, name, why, "not written"),
             Outcome::Refused(why) => tracing::warn!(mesh = %step.mesh, action, kind, name, why, "refused"),
             Outcome::Throttled(why) | Outcome::Unavailable(why) => {
                 tracing::warn!(mesh = %step.mesh, action, kind, name, why, "not written; will retry");
@@ -224,6 +229,10 @@ impl Drop for RunGuard {
 
 /// Turns the error of a write into an outcome with a message for users.
 fn classify_error(error: &kube::Error, step: &Step) -> Outcome {
+    match cause::<NotPermitted>(error) {
+        None | Some(NotPermitted::Member(_)) => {}
+        Some(why) => return Outcome::NotPermitted(why.to_string()),
+    }
     if let kube::Error::Api(status) = error
         && status.code == 429
     {

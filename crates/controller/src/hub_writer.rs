@@ -22,6 +22,10 @@ use tokio_util::task::AbortOnDropHandle;
 
 use crate::{
     backoff::{Backoff, TokenBucket, sleep_until},
+    election::{
+        Election, Leadership,
+        guard::{Permit, guard},
+    },
     events::{EventPublisher, Notice, Reported},
     feed::Feed,
     report::Report,
@@ -68,6 +72,8 @@ struct Shared {
     queue: Mutex<Queue>,
     published: Notify,
     meshes: Feed<Arc<ClusterMesh>>,
+    election: Arc<Election>,
+    /// Sends requests only while this replica holds the leader's Lease.
     client: Client,
     events: EventPublisher,
 }
@@ -138,13 +144,20 @@ enum Outcome {
 
 impl HubWriter {
     /// Starts the task. `meshes` is the feed of ClusterMeshes; the task stores the objects there that the hub returns for our writes.
-    pub(crate) fn start(client: Client, meshes: Feed<Arc<ClusterMesh>>, events: EventPublisher) -> Self {
+    pub(crate) fn start(
+        client: Client,
+        instance: Option<String>,
+        meshes: Feed<Arc<ClusterMesh>>,
+        election: Arc<Election>,
+    ) -> Self {
+        let client = guard(client, Permit::Hub(Arc::clone(&election)));
         let shared = Arc::new(Shared {
             queue: Mutex::default(),
             published: Notify::new(),
             meshes,
+            events: EventPublisher::new(client.clone(), instance),
+            election,
             client,
-            events,
         });
         let task = tokio::spawn(Arc::clone(&shared).run());
         Self {
@@ -348,10 +361,11 @@ impl Shared {
     }
 
     async fn run(self: Arc<Self>) {
+        let mut leadership = self.election.subscribe();
         let mut writing = FuturesUnordered::new();
         loop {
             let wait = loop {
-                if writing.len() >= MAX_IN_FLIGHT {
+                if writing.len() >= MAX_IN_FLIGHT || self.election.leadership() != Leadership::Leader {
                     break None;
                 }
                 let next = self.queue().next(&self.meshes, Instant::now());
@@ -367,6 +381,8 @@ impl Shared {
             tokio::select! {
                 Some((id, kind, outcome)) = writing.next() => self.queue().record(&id, kind, outcome, Instant::now()),
                 () = self.published.notified() => {}
+                // Fails only if the election has ended, with the process.
+                Ok(()) = leadership.changed() => {}
                 () = sleep_until(wait) => {}
             }
         }

@@ -7,6 +7,7 @@ mod api_error;
 mod apply;
 pub mod args;
 mod backoff;
+mod election;
 mod events;
 mod feed;
 mod held_nodes;

@@ -55,6 +55,7 @@ struct OverBudgetLabels {
 /// All metrics. Clones share their values.
 #[derive(Debug, Clone)]
 pub(crate) struct Metrics {
+    leader: Gauge,
     passes: Counter,
     pass_seconds: Histogram,
     writes: Family<WriteLabels, Counter>,
@@ -135,6 +136,7 @@ impl Default for Metrics {
     fn default() -> Self {
         let buckets = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0];
         Self {
+            leader: Gauge::default(),
             passes: Counter::default(),
             pass_seconds: Histogram::new(buckets),
             writes: Family::default(),
@@ -147,6 +149,11 @@ impl Default for Metrics {
 impl Metrics {
     /// Registers all metrics.
     pub(crate) fn register(&self, registry: &mut Registry) {
+        registry.register(
+            "leader",
+            "1 if this replica holds the Lease of the leader",
+            self.leader.clone(),
+        );
         registry.register("reconciles", "Passes with a plan", self.passes.clone());
         registry.register(
             "reconcile_seconds",
@@ -164,6 +171,10 @@ impl Metrics {
             "Answers and objects of a member that were rejected, by the limit that they exceed",
             self.over_budget.clone(),
         );
+    }
+
+    pub(crate) fn set_leader(&self, is_leader: bool) {
+        self.leader.set(is_leader.into());
     }
 
     /// Counts data of a member that exceeded a limit.

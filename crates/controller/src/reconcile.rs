@@ -22,6 +22,7 @@ use tokio_util::task::TaskTracker;
 
 use crate::{
     apply::{Claims, Connection, MemberWriter},
+    election::Leadership,
     feed::{Changed, Feed, Trust},
     held_nodes::HeldNodes,
     hub::Hub,
@@ -140,9 +141,14 @@ impl Reconciler {
         // There is no plan before the first complete list, because a mesh that is not listed yet would lose its Peers. If the hub
         // later does not answer or refuses (403), the last listed meshes are used, but nothing is deleted.
         let trust = self.meshes.feed.trust();
-        let hub_is_fresh = trust == Trust::Live;
-        let can_use_last_list = self.meshes.feed.has_answer() && matches!(trust, Trust::Broken(_) | Trust::Denied(_));
-        if !hub_is_fresh && !can_use_last_list {
+        // A watch ends only some time after the hub stopped to answer; the Lease of the leader is read every second.
+        let hub_is_fresh = trust == Trust::Live && self.hub.election.hub_answers();
+        let is_listed = match trust {
+            Trust::Live => true,
+            Trust::Broken(_) | Trust::Denied(_) => self.meshes.feed.has_answer(),
+            Trust::Pending | Trust::Absent => false,
+        };
+        if !is_listed {
             self.stop_writing();
             return PENDING_RESYNC;
         }
@@ -188,8 +194,21 @@ impl Reconciler {
             observed_since,
         };
         finalize::drop_steps_without_finalizer(&mut pass);
-        self.write(&pass);
-        let all_reported = self.report_status(&pass);
+        // A standby observes and plans, so that it can write as soon as it is the leader.
+        let leadership = self.hub.election.leadership();
+        self.reports.metrics.set_leader(leadership == Leadership::Leader);
+        let all_reported = match leadership {
+            Leadership::Standby => {
+                self.stop_writing();
+                self.reports.reset();
+                self.meshes.removed = RemovedClusters::default();
+                true
+            }
+            Leadership::Leader | Leadership::Lapsed => {
+                self.write(&pass);
+                self.report_status(&pass)
+            }
+        };
         self.update_debug_view(&pass);
 
         let time_until = |due: Instant| due.saturating_duration_since(Instant::now());
@@ -266,11 +285,21 @@ impl Reconciler {
         });
         let unseen = ObservedMember::default();
         for (identity, member) in &self.members {
-            let client = member.session.client().filter(|_| !member.session.is_unresponsive());
-            let (Some(client), Some(steps)) = (client, pass.steps.get(identity)) else {
+            let writer = member.session.writer().filter(|_| !member.session.is_unresponsive());
+            let (Some(writer), Some(steps)) = (writer, pass.steps.get(identity)) else {
                 member.writer.clear();
                 continue;
             };
+            // Taken also if there is nothing to write, because it cannot be taken while the hub does not answer.
+            if let Some(fence) = writer.fence.filter(|fence| fence.must_be_taken()) {
+                member.writer.clear();
+                let changed = Arc::clone(&self.changed);
+                self.tasks.spawn(async move {
+                    fence.take().await;
+                    changed.notify_one();
+                });
+                continue;
+            }
             let seen = pass
                 .seen
                 .members
@@ -278,7 +307,7 @@ impl Reconciler {
                 .and_then(Observation::last)
                 .unwrap_or(&unseen);
             let connection = Connection {
-                client,
+                client: writer.client,
                 feeds: member.session.feeds(),
                 claims: Arc::clone(&claims),
             };

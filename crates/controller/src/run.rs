@@ -19,7 +19,7 @@ use kube::{
 
 use crate::{
     args::Args,
-    events::EventPublisher,
+    election::Election,
     feed::{self, Changed, Feed, Trust, WatchedResource},
     hub::Hub,
     hub_writer::HubWriter,
@@ -79,6 +79,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let first_plan = readiness.pending("first plan");
     let first_list = readiness.pending("first list of ClusterMeshes");
     let hub_id_pending = readiness.pending("id of the hub");
+    let lease_pending = readiness.pending("Lease of the leader");
     let dump = Arc::clone(&debug_view);
     let state = State {
         registry: Arc::new(metrics_registry),
@@ -100,6 +101,13 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     };
     drop(hub_id_pending);
     tracing::info!(hub = %id, "hub identified; its objects in members have this id as a label");
+
+    let pod_name = std::env::var("POD_NAME").ok().filter(|name| !name.is_empty());
+    let replica = pod_name
+        .clone()
+        .unwrap_or_else(|| format!("process-{}", std::process::id()));
+    let election = Election::start(&config, &own_namespace, &replica, lease_pending)?;
+    let mut leadership = election.subscribe();
 
     let (changed, meshes_changed) = (Changed::default(), Changed::default());
     let meshes: Feed<Arc<ClusterMesh>> = mesh_feed(Arc::clone(&meshes_changed));
@@ -139,14 +147,14 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     });
     let hub = Arc::new(Hub {
         client: client.clone(),
+        election: Arc::clone(&election),
         id,
         hosts,
         memory,
         namespaces,
         settings,
     });
-    let events = EventPublisher::new(client.clone(), std::env::var("POD_NAME").ok());
-    let hub_writer = HubWriter::start(client, meshes.clone(), events);
+    let hub_writer = HubWriter::start(client, pod_name, meshes.clone(), Arc::clone(&election));
     let mut reconciler = Reconciler::new(
         hub,
         meshes.clone(),
@@ -170,11 +178,13 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         };
         tokio::select! {
             () = meshes_changed.notified() => {}
+            // Fails only if the election has ended, with the process.
+            Ok(()) = leadership.changed() => {}
             () = due => {}
             () = stop.cancelled() => break,
         }
-        if watch_task.is_finished() {
-            anyhow::bail!("the task that watches ClusterMeshes ended unexpectedly");
+        if watch_task.is_finished() || election.has_ended() {
+            anyhow::bail!("the task that watches ClusterMeshes, or the one that elects the leader, ended unexpectedly");
         }
         let started = Instant::now();
         interval = tokio::select! {
@@ -193,6 +203,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     watch_task.abort();
     refresh_task.abort();
     reconciler.stop_writing();
+    drain::within(DRAIN_TIMEOUT, election.resign()).await;
     reconciler.tasks.close();
     drain::within(DRAIN_TIMEOUT, reconciler.tasks.wait()).await;
     drain::within(Duration::from_secs(2), admin_task).await;

@@ -20,6 +20,10 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 
 use crate::{
     api_error,
+    election::{
+        fence::Fence,
+        guard::{Permit, guard},
+    },
     feed::{Changed, Trust},
     hub::Hub,
     session::member_feeds::MemberFeeds,
@@ -58,6 +62,8 @@ impl Interest {
 #[derive(Clone)]
 struct Connection {
     credentials: Credentials,
+    /// The client and the Lease for writes. `None` = the credentials were never usable.
+    writer: Option<Writer>,
     /// Why the API server does not answer the probe. `None` = it answers the probe, or was not probed yet.
     unresponsive: Option<String>,
     /// `metadata.uid` of kube-system.
@@ -66,6 +72,31 @@ struct Connection {
     version: Option<String>,
     /// Since when the observation has not been fresh. `None` = the observation is fresh.
     not_fresh_since: Option<Instant>,
+}
+
+/// What writes into a member need.
+#[derive(Clone)]
+pub(crate) struct Writer {
+    /// Sends requests only while this replica may write into the member.
+    pub(crate) client: Client,
+    /// `None` in the hub, where the Lease of the leader is.
+    pub(crate) fence: Option<Arc<Fence>>,
+}
+
+impl Writer {
+    fn new(identity: &ClusterIdentity, hub: &Hub, client: &Client) -> Self {
+        let election = Arc::clone(&hub.election);
+        if *identity == ClusterIdentity::Local {
+            let client = guard(client.clone(), Permit::Hub(election));
+            return Self { client, fence: None };
+        }
+        let fence = Fence::new(Arc::clone(&election), identity.to_string(), &hub.id, client.clone());
+        let fence = Arc::new(fence);
+        Self {
+            client: guard(client.clone(), Permit::Member(election, Arc::clone(&fence))),
+            fence: Some(fence),
+        }
+    }
 }
 
 /// The handle of a session. Dropping it stops the session.
@@ -94,6 +125,7 @@ impl Shared {
             identity,
             connection: Mutex::new(Connection {
                 credentials: Credentials::Pending,
+                writer: None,
                 unresponsive: None,
                 uid: None,
                 version: None,
@@ -198,10 +230,11 @@ impl Session {
             && connection.not_fresh_since.is_some_and(|since| since.elapsed() < GRACE)
     }
 
-    /// The client for writes. `None` = the credentials are missing, unusable or not read yet.
-    pub(crate) fn client(&self) -> Option<Client> {
-        match &self.shared.connection().credentials {
-            Credentials::Ready(client) => Some(client.clone()),
+    /// What writes need. `None` = the credentials are missing, unusable or not read yet.
+    pub(crate) fn writer(&self) -> Option<Writer> {
+        let connection = self.shared.connection();
+        match connection.credentials {
+            Credentials::Ready(_) => connection.writer.clone(),
             Credentials::Pending | Credentials::Missing(_) => None,
         }
     }
@@ -277,7 +310,8 @@ async fn supervise(
                         if is_back {
                             tokio::time::sleep(reconnect_delay(&shared.identity)).await;
                         }
-                        serve::serve(&shared, client, interest_receiver.clone()).await;
+                        let writer = Writer::new(&shared.identity, &hub, client);
+                        serve::serve(&shared, client, writer, interest_receiver.clone()).await;
                     }
                 }
             };

@@ -20,7 +20,7 @@ use crate::run::{self, Run};
 use crate::supervisor::{Request, Response};
 use crate::{ArtefactSet, ClusterPlan, Error, LabPlan, NodeNetwork, NodePlan, PodNetwork, Result, Tools};
 
-pub use cluster::Cluster;
+pub use cluster::{AuditedWrite, Cluster};
 pub use node::Node;
 pub(crate) use pods::worker_namespace;
 

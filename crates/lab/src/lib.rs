@@ -46,7 +46,7 @@ pub use command::{Output, Running};
 pub use error::{Error, Result};
 pub use image::ImageSpec;
 pub use kilo::{Granularity, KG_BIN, Kilo};
-pub use lab::{Cluster, Lab, Node};
+pub use lab::{AuditedWrite, Cluster, Lab, Node};
 pub use machine::{Clock, CommandEnd, Machine};
 pub use plan::{ClusterPlan, HostNode, LabPlan, NatKind, NodeNetwork, NodePlan, PlanV6, PodNetwork, ProxyMode, Uplink};
 pub use product::{

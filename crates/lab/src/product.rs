@@ -232,18 +232,24 @@ impl<'a> Product<'a> {
         self.lab.cluster(&self.clusters[0])
     }
 
-    /// The controller's pod.
+    /// The pod of the controller's leader.
     ///
     /// # Errors
-    /// When no controller pod or more than one runs.
+    /// When no running pod holds the Lease.
     pub async fn controller_pod(&self) -> Result<RunningPod> {
-        let pods = self
-            .hub()
-            .pods(NAMESPACE, "app.kubernetes.io/name=clustermesh-controller")
-            .await?;
-        <[RunningPod; 1]>::try_from(pods)
-            .map(|[pod]| pod)
-            .map_err(|pods| Error::Other(format!("expected one controller pod, found {pods:?}")))
+        let holder = "jsonpath={.spec.holderIdentity}";
+        let words = ["-n", NAMESPACE, "get", "lease", "clustermesh-controller", "-o", holder];
+        let holder = self.hub().kubectl(words).await?.stdout;
+        let label = "app.kubernetes.io/name=clustermesh-controller";
+        let pods = self.hub().pods(NAMESPACE, label).await?;
+        let leader = |pod: &RunningPod| holder.rsplit_once('_').is_some_and(|(name, _)| name == pod.name);
+        let names: Vec<String> = pods.iter().map(|pod| pod.name.clone()).collect();
+        let pod = pods.into_iter().find(leader);
+        pod.ok_or_else(|| {
+            Error::Other(format!(
+                "the Lease has the holder {holder:?}, and these pods run: {names:?}"
+            ))
+        })
     }
 
     /// The controller's NetworkPolicy from `deploy/`, with the addresses of this lab's API servers instead of the example

@@ -143,6 +143,14 @@ fn member_rules() -> Value {
     ])
 }
 
+/// The name of the Role with [`lease_rules`].
+const LEASES: &str = "clustermesh-leases";
+
+/// The permission for the Lease of the leader, in the namespace of the controller or of its account.
+fn lease_rules() -> Value {
+    json!([{"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["get", "create", "update"]}])
+}
+
 fn controller() -> Vec<Value> {
     let name = "clustermesh-controller";
     let here = Some(NAMESPACE);
@@ -184,20 +192,37 @@ fn controller() -> Vec<Value> {
             &json!([{"apiGroups": [""], "resources": ["secrets"], "verbs": ["list", "watch"]}]),
         ),
         binding("RoleBinding", name, here, ("Role", name), (name, NAMESPACE)),
+        role("Role", LEASES, here, &lease_rules()),
+        binding("RoleBinding", LEASES, here, ("Role", LEASES), (name, NAMESPACE)),
+        // A node is drained only while the other replica is running.
+        json!({
+            "apiVersion": "policy/v1",
+            "kind": "PodDisruptionBudget",
+            "metadata": {"name": name, "namespace": NAMESPACE, "labels": labels(name)},
+            "spec": {"maxUnavailable": 1, "selector": {"matchLabels": {"app.kubernetes.io/name": name}}},
+        }),
         json!({
             "apiVersion": "apps/v1",
             "kind": "Deployment",
             "metadata": {"name": name, "namespace": NAMESPACE, "labels": labels(name)},
             "spec": {
-                // One replica, and the old pod stops before the new one starts: two controllers would overwrite each other's objects.
-                "replicas": 1,
-                "strategy": {"type": "Recreate"},
+                // One replica is the leader and writes; the other one takes over if the leader fails.
+                "replicas": 2,
+                "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
                 "selector": {"matchLabels": {"app.kubernetes.io/name": name}},
                 "template": {
                     "metadata": {"labels": labels(name)},
                     "spec": {
                         "serviceAccountName": name,
                         "priorityClassName": "system-cluster-critical",
+                        // On different nodes, if there are several.
+                        "affinity": {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [{
+                            "weight": 100,
+                            "podAffinityTerm": {
+                                "topologyKey": "kubernetes.io/hostname",
+                                "labelSelector": {"matchLabels": {"app.kubernetes.io/name": name}},
+                            },
+                        }]}},
                         "securityContext": {"runAsNonRoot": true, "runAsUser": 65532, "runAsGroup": 65532, "seccompProfile": {"type": "RuntimeDefault"}},
                         "containers": [{
                             "name": "controller",
@@ -206,6 +231,7 @@ fn controller() -> Vec<Value> {
                             "args": [format!("--hub-namespace={NAMESPACE}"), format!("--listen=[::]:{CONTROLLER_PORT}")],
                             "env": [
                                 {"name": "POD_NAMESPACE", "valueFrom": {"fieldRef": {"fieldPath": "metadata.namespace"}}},
+                                {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
                                 {"name": "MEMORY_LIMIT", "valueFrom": {"resourceFieldRef": {"resource": "limits.memory"}}},
                             ],
                             "ports": [{"name": "http", "containerPort": CONTROLLER_PORT}],
@@ -235,6 +261,14 @@ fn member_account() -> Vec<Value> {
             "clustermesh-member",
             None,
             ("ClusterRole", "clustermesh-member"),
+            (MEMBER_ACCOUNT, NAMESPACE),
+        ),
+        role("Role", LEASES, Some(NAMESPACE), &lease_rules()),
+        binding(
+            "RoleBinding",
+            LEASES,
+            Some(NAMESPACE),
+            ("Role", LEASES),
             (MEMBER_ACCOUNT, NAMESPACE),
         ),
         // The token is valid until this Secret is deleted: delete it to revoke the controller's access.

@@ -33,6 +33,8 @@ const INTERVAL: Duration = Duration::from_millis(20);
 /// The longest pause, before jitter, while the member does not answer or throttles a lane. After the pause single requests probe the
 /// member.
 const MAX_OUTAGE_PAUSE: Duration = Duration::from_secs(10);
+/// The pause before a step is tried again that this replica was not permitted to send.
+const NOT_PERMITTED_PAUSE: Duration = Duration::from_millis(500);
 /// Two changes of an object by another client count as changes in a row if less than this time is between them.
 const CONTEST_WINDOW: Duration = Duration::from_secs(180);
 
@@ -345,6 +347,13 @@ impl Queue {
         if let Some((lane_kind, group, step)) = blocked {
             self.push_front(lane_kind, group, step);
         }
+        if matches!(outcome, Outcome::NotPermitted(_)) {
+            // Says nothing about the member.
+            if !is_outdated {
+                self.defer(now + NOT_PERMITTED_PAUSE, lane_kind, group, step);
+            }
+            return false;
+        }
         let mut changed = false;
         if !matches!(outcome, Outcome::Unavailable(_)) {
             changed |= self.outage.take().is_some();
@@ -390,6 +399,7 @@ impl Queue {
                     self.push_front(lane_kind, group, step);
                 }
             }
+            Outcome::NotPermitted(_) => {}
             Outcome::Unavailable(why) => {
                 match &mut self.outage {
                     Some((backoff, reason)) => {

@@ -67,8 +67,12 @@ pub(super) async fn apply_status(
     let patch = serde_json::json!({
         "apiVersion": ClusterMesh::api_version(&()),
         "kind": ClusterMesh::kind(&()),
-        // With the UID, the request fails if the ClusterMesh was deleted and created again in the meantime.
-        "metadata": { "name": object.name_any(), "uid": object.metadata.uid },
+        // The request fails if the ClusterMesh was created again or changed in the meantime, also by another replica.
+        "metadata": {
+            "name": object.name_any(),
+            "uid": object.metadata.uid,
+            "resourceVersion": object.metadata.resource_version,
+        },
         "status": status,
     });
     let params = PatchParams::apply(MANAGER).force();

@@ -78,8 +78,8 @@ impl TestHub {
     }
 
     fn writer(&self) -> HubWriter {
-        let events = EventPublisher::new(self.client.clone(), None);
-        HubWriter::start(self.client.clone(), self.meshes.clone(), events)
+        let election = Election::of_leader(self.client.clone());
+        HubWriter::start(self.client.clone(), None, self.meshes.clone(), election)
     }
 
     fn object(&self, name: &str) -> Arc<ClusterMesh> {

@@ -69,14 +69,15 @@ impl Reconciler {
             && loaded.unlocatable.iter().all(|entry| may_be_left_behind(object, entry))
     }
 
-    /// Whether the observation of a member is fresh and contains no object of a mesh, and no write for the mesh is in flight.
+    /// Whether the observation of a member is fresh and contains no object of a mesh, and no write for the mesh can be in flight.
     pub(super) fn is_clean(&self, pass: &Pass, identity: &ClusterIdentity, mesh: &MeshId) -> bool {
         let Some(member) = self.members.get(identity) else {
             return false;
         };
         let seen = pass.seen.members.get(identity).and_then(Observation::fresh);
         let is_ours = |owner| ownership::of(owner, &pass.plan.hub, &pass.plan.claimants) == Ownership::Mesh(mesh);
-        !member.writer.is_writing(mesh) && seen.is_some_and(|seen| !owners(seen).any(is_ours))
+        let may_be_written = member.writer.is_writing(mesh) || !self.hub.election.has_ended_earlier_writes();
+        !may_be_written && seen.is_some_and(|seen| !owners(seen).any(is_ours))
     }
 }
 

@@ -74,6 +74,14 @@ impl Reports {
         }
     }
 
+    /// Forgets everything. If this replica becomes the leader, its first reports start from the status in the hub, as after a restart.
+    pub(super) fn reset(&mut self) {
+        self.hub_writer.publish(BTreeMap::new());
+        self.metrics.replace(Vec::new());
+        (self.synced, self.waiting_since) = (BTreeMap::new(), BTreeMap::new());
+        (self.links, self.outdated_agents, self.outdated_gateways) = Default::default();
+    }
+
     /// The next time at which a report may change only because time passes.
     pub(super) fn due(&self, now: Instant) -> Option<Instant> {
         let outdated = [self.outdated_agents.due(now), self.outdated_gateways.due(now)];

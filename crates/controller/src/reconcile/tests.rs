@@ -5,6 +5,7 @@ use clustermesh_core::{
 };
 
 use super::*;
+use crate::election::Election;
 
 fn secret(name: &str) -> ClusterIdentity {
     ClusterIdentity::Secret {
@@ -152,16 +153,17 @@ async fn unresponsive_hub_delays_no_pass_and_no_gauge() {
             .expect("a feed without a budget");
     }
     meshes.set_trust(Trust::Live);
+    let election = Election::of_leader(client.clone());
     let hub = Arc::new(Hub {
         client: client.clone(),
+        election: Arc::clone(&election),
         id: "hub".into(),
         hosts: Default::default(),
         memory: clustermesh_access::memory::Memory::new(0, |_, _| {}),
         namespaces: clustermesh_core::hub::HubNamespaces::new(&[], &[], &[], "ns"),
         settings: Default::default(),
     });
-    let events = crate::events::EventPublisher::new(client.clone(), None);
-    let hub_writer = HubWriter::start(client, meshes.clone(), events);
+    let hub_writer = HubWriter::start(client, None, meshes.clone(), election);
     let metrics = Metrics::default();
     let mut registry = prometheus_client::registry::Registry::default();
     metrics.register(&mut registry);

@@ -10,7 +10,7 @@ use tokio::{
     task::{AbortHandle, JoinSet},
 };
 
-use super::{Credentials, Interest, ProbeError, Shared, member_feeds::FeedTask, with_timeout};
+use super::{Credentials, Interest, ProbeError, Shared, Writer, member_feeds::FeedTask, with_timeout};
 use crate::{api_error, events::truncate};
 
 /// How often the API server is probed.
@@ -22,9 +22,15 @@ const MAX_FAILURES: u32 = 2;
 
 /// Runs a connection. Returns if one of its tasks panicked, so that the caller connects again, or if the sender of `interest_receiver`
 /// was dropped.
-pub(super) async fn serve(shared: &Arc<Shared>, client: &Client, mut interest_receiver: watch::Receiver<Interest>) {
+pub(super) async fn serve(
+    shared: &Arc<Shared>,
+    client: &Client,
+    writer: Writer,
+    mut interest_receiver: watch::Receiver<Interest>,
+) {
     shared.update_connection(|connection| {
         connection.credentials = Credentials::Ready(client.clone());
+        connection.writer = Some(writer);
         connection.unresponsive = None;
         // The new client may reach another cluster, to which the old UID does not belong.
         connection.uid = None;

@@ -108,7 +108,11 @@ fn session(server: &Arc<Server>) -> (Session, tokio::task::AbortHandle) {
     let shared = Arc::new(Shared::new(identity, account, true, changed));
     let (interest, interest_receiver) = watch::channel(Interest::default());
     let served = Arc::clone(&shared);
-    let task = tokio::spawn(async move { serve::serve(&served, &client, interest_receiver).await });
+    let writer = Writer {
+        client: client.clone(),
+        fence: None,
+    };
+    let task = tokio::spawn(async move { serve::serve(&served, &client, writer, interest_receiver).await });
     let session = Session {
         shared,
         interest,

@@ -10,6 +10,41 @@ use crate::command::{self, Output, argv};
 use crate::control_plane::AUDIT_LOG;
 use crate::{ClusterPlan, Error, Result, wait_until};
 
+/// A request that an API server has logged.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AuditedWrite {
+    /// `VERB RESOURCE/SUBRESOURCE NAMESPACE/NAME STATUS`.
+    pub request: String,
+    /// When the API server received the request, in RFC 3339 format with microseconds, so that texts can be compared.
+    pub received: String,
+    /// The header `User-Agent`.
+    pub user_agent: String,
+}
+
+impl AuditedWrite {
+    fn from_event(event: &serde_json::Value) -> Self {
+        let text = |pointer: &str| {
+            event
+                .pointer(pointer)
+                .and_then(|value| value.as_str())
+                .unwrap_or_default()
+        };
+        let code = event.pointer("/responseStatus/code").cloned().unwrap_or_default();
+        let [verb, resource, subresource] = ["/verb", "/objectRef/resource", "/objectRef/subresource"].map(text);
+        let [namespace, name] = ["/objectRef/namespace", "/objectRef/name"].map(text);
+        Self {
+            request: format!("{verb} {resource}/{subresource} {namespace}/{name} {code}"),
+            received: text("/requestReceivedTimestamp").to_owned(),
+            user_agent: text("/userAgent").to_owned(),
+        }
+    }
+
+    /// Whether the request writes a Lease.
+    pub fn is_of_lease(&self) -> bool {
+        self.request.contains(" leases/")
+    }
+}
+
 /// A cluster of a lab.
 #[derive(Debug)]
 pub struct Cluster<'a> {
@@ -44,29 +79,32 @@ impl<'a> Cluster<'a> {
         self.read("inside.kubeconfig")
     }
 
-    /// The audit log: the writes of the controller's ServiceAccount in the order of their responses, including writes that
-    /// the API server refused. Each line is `VERB RESOURCE/SUBRESOURCE NAMESPACE/NAME STATUS`.
+    /// The writes of the controller's ServiceAccount in the order of their responses, including writes that the API server refused. Each
+    /// line is `VERB RESOURCE/SUBRESOURCE NAMESPACE/NAME STATUS`. Leases are left out.
     ///
     /// # Errors
-    /// When a line is not JSON.
+    /// When a line of the audit log is not JSON.
     pub fn audit(&self) -> Result<Vec<String>> {
+        let writes = self.audited_writes()?.into_iter();
+        Ok(writes
+            .filter(|write| !write.is_of_lease())
+            .map(|write| write.request)
+            .collect())
+    }
+
+    /// The writes of the controller's ServiceAccount, like [`Self::audit`], with Leases, times and clients.
+    ///
+    /// # Errors
+    /// When a line of the audit log is not JSON.
+    pub fn audited_writes(&self) -> Result<Vec<AuditedWrite>> {
         // The file does not exist before the first write.
         let text = self.read(AUDIT_LOG).unwrap_or_default();
+        let not_json = |error| Error::Other(format!("read {AUDIT_LOG}: {error}"));
         text.lines()
             .map(|line| {
-                let event: serde_json::Value =
-                    serde_json::from_str(line).map_err(|error| Error::Other(format!("read {AUDIT_LOG}: {error}")))?;
-                let text = |pointer: &str| {
-                    event
-                        .pointer(pointer)
-                        .and_then(|value| value.as_str())
-                        .unwrap_or_default()
-                };
-                let code = event.pointer("/responseStatus/code").cloned().unwrap_or_default();
-                let [verb, resource, subresource] =
-                    ["/verb", "/objectRef/resource", "/objectRef/subresource"].map(text);
-                let [namespace, name] = ["/objectRef/namespace", "/objectRef/name"].map(text);
-                Ok(format!("{verb} {resource}/{subresource} {namespace}/{name} {code}"))
+                serde_json::from_str(line)
+                    .map(|event| AuditedWrite::from_event(&event))
+                    .map_err(not_json)
             })
             .collect()
     }

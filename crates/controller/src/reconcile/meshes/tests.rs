@@ -2,6 +2,7 @@ use kube::Client;
 use serde_json::{Value, json};
 
 use super::*;
+use crate::election::Election;
 use clustermesh_access::{kubeconfig::HubHosts, memory::Memory};
 use clustermesh_core::{hub::HubNamespaces, plan::Settings};
 
@@ -34,8 +35,10 @@ fn hub_with(namespaces: HubNamespaces) -> Hub {
     let no_server = tower::service_fn(|_: http::Request<kube::client::Body>| {
         std::future::pending::<Result<http::Response<kube::client::Body>, std::convert::Infallible>>()
     });
+    let client = Client::new(no_server, "ns");
     Hub {
-        client: Client::new(no_server, "ns"),
+        election: Election::of_leader(client.clone()),
+        client,
         id: "hub".into(),
         hosts: HubHosts::default(),
         memory: Memory::new(0, |_, _| {}),

@@ -9,6 +9,7 @@ use kube::client::Body;
 use serde_json::json;
 
 use super::*;
+use crate::election::Election;
 
 /// Returns a hub with a Secret that the controller may not read while `denied` is true.
 fn hub(denied: &Arc<AtomicBool>) -> Arc<Hub> {
@@ -42,8 +43,10 @@ fn hub(denied: &Arc<AtomicBool>) -> Arc<Hub> {
             Ok(Response::builder().status(code).body(body).expect("an answer"))
         }
     });
+    let client = Client::new(service, "ns");
     Arc::new(Hub {
-        client: Client::new(service, "ns"),
+        election: Election::of_leader(client.clone()),
+        client,
         id: "hub".into(),
         hosts: HubHosts::default(),
         memory: Memory::new(1 << 20, |_, _| {}),

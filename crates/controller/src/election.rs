@@ -1,0 +1,516 @@
+//! Elects one replica of the controller as the leader. Only the leader writes.
+//!
+//! The leader holds a Lease in the hub, renews it every second, and may write for two seconds after it has sent the last successful
+//! renewal. Another replica takes the Lease when it has not changed for three seconds, or at once when the leader has released it. Each
+//! replica measures these times with its own monotonic clock. The times in the Lease are for people.
+//!
+//! While the hub does not answer, nobody can renew this Lease, but members must still follow each other. The last leader then has to
+//! renew a Lease in each member before it writes there ([`fence`]). All requests that write pass [`guard`], which checks both.
+
+use std::{
+    hash::{BuildHasher, RandomState},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use clustermesh_api::names::RELEASED_BY;
+use clustermesh_daemon::ReadinessItem;
+use k8s_openapi::{api::coordination::v1::Lease, apimachinery::pkg::apis::meta::v1::MicroTime, jiff::Timestamp};
+use kube::{Api, Client, Config, Error, ResourceExt, api::PostParams};
+use tokio::{
+    sync::watch,
+    time::{Instant, sleep},
+};
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
+
+use crate::api_error;
+
+pub(crate) mod fence;
+pub(crate) mod guard;
+
+/// The name of the Lease in the controller's namespace.
+pub(crate) const LEASE: &str = "clustermesh-controller";
+/// Another replica takes a Lease that has not changed for this long.
+const DURATION: Duration = Duration::from_secs(3);
+/// A longer `leaseDurationSeconds`, written by another version, is respected up to this value.
+const MAX_DURATION: Duration = Duration::from_secs(60);
+/// The leader may write for this long after it has sent the last successful renewal. It is shorter than [`DURATION`], so that its last
+/// requests end before another replica takes the Lease.
+const VALIDITY: Duration = Duration::from_secs(2);
+/// The time from one renewal to the next.
+const RENEW_INTERVAL: Duration = Duration::from_secs(1);
+/// The pause after a failed renewal, while the Lease is still valid.
+const RETRY_INTERVAL: Duration = Duration::from_millis(300);
+/// How often a standby reads the Lease.
+const POLL_INTERVAL: Duration = Duration::from_millis(500);
+/// The pause after a failed request, while the Lease is not held.
+const FAILED_INTERVAL: Duration = Duration::from_secs(1);
+/// Longer than [`VALIDITY`]: a late response to a renewal extends nothing, but has the resourceVersion for the next one.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(3);
+/// How long a leader that exits waits for its last requests.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
+/// An API server may answer a request that its client has given up for this long (`--request-timeout` of kube-apiserver).
+const LATE_WRITES: Duration = Duration::from_secs(60);
+
+/// Whether this replica may write.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Leadership {
+    /// Another replica is the leader, or none is.
+    Standby,
+    /// This replica holds the hub's Lease.
+    Leader,
+    /// This replica was the leader, could not renew the Lease, and has not seen another leader since. It may write only into members
+    /// whose Lease it renews.
+    Lapsed,
+}
+
+/// Why a request that writes was not sent.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum NotPermitted {
+    #[error("this replica of the controller is not the leader")]
+    Standby,
+    #[error("this replica of the controller could not renew the leader's Lease in the hub")]
+    Lapsed,
+    #[error("this replica of the controller has not taken the Lease in this member yet")]
+    NotTaken,
+    #[error("another replica of the controller has taken the Lease in this member")]
+    Taken,
+    /// The request for the member's Lease failed.
+    #[error("{0}")]
+    Member(String),
+}
+
+/// The permission to have a request in flight.
+#[derive(Debug, Clone, Copy)]
+struct Permission {
+    /// The number of the term.
+    term: u64,
+    until: Instant,
+}
+
+/// The time from the acquisition of the Lease until this replica sees another holder, or exits.
+#[derive(Debug, Clone)]
+struct Term {
+    /// Counts the terms of this process.
+    number: u64,
+    began: Instant,
+    /// Until when this replica may write without the Lease of a member.
+    valid_until: Instant,
+    /// The replica that had released the Lease before. It has ended its writes.
+    released_by: Option<String>,
+    /// Whether no request of an earlier leader can be in flight. Otherwise, an API server may still create an object for it.
+    is_clean: bool,
+}
+
+impl Term {
+    const fn permission(&self) -> Permission {
+        Permission {
+            term: self.number,
+            until: self.valid_until,
+        }
+    }
+}
+
+#[derive(Debug, Default)]
+struct State {
+    term: Option<Term>,
+    /// How many terms this process has had.
+    terms: u64,
+    /// Whether the process exits.
+    is_resigning: bool,
+    /// Whether the hub answered the last request for the Lease, if only with an error.
+    hub_answers: bool,
+}
+
+/// The Lease, as this replica has read or written it.
+#[derive(Debug)]
+struct Seen {
+    /// `None` = it does not exist.
+    lease: Option<Lease>,
+    /// Since when the hub has answered with this version of the Lease.
+    since: Instant,
+}
+
+/// The election. All parts of the process share it.
+pub(crate) struct Election {
+    /// The replica and its process, in `holderIdentity`.
+    identity: String,
+    leases: Api<Lease>,
+    state: Mutex<State>,
+    leadership: watch::Sender<Leadership>,
+    /// The requests in flight that write into the hub or a member.
+    writes: TaskTracker,
+    /// Cancelled to end the election, because the process exits.
+    resigning: CancellationToken,
+    /// Cancelled when the election has ended.
+    ended: CancellationToken,
+}
+
+impl Election {
+    /// Starts the election with the Lease in `namespace` of the hub. `replica` is the name of the pod or host. Drops `unread` when the hub
+    /// has answered for the first time.
+    ///
+    /// The election has a thread and connections of its own. Otherwise a long pass, or a slow request to the hub, would delay a renewal.
+    ///
+    /// # Errors
+    /// The configuration cannot be used, or the system refuses a thread.
+    pub(crate) fn start(
+        config: &Config,
+        namespace: &str,
+        replica: &str,
+        unread: ReadinessItem,
+    ) -> anyhow::Result<Arc<Self>> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        // Retries would delay the next renewal, which has newer data.
+        let mut config = config.clone();
+        config.default_retry = false;
+        let client = {
+            let _context = runtime.enter();
+            clustermesh_daemon::client::build(&config)?
+        };
+        let election = Arc::new(Self::new(client, namespace, replica));
+        let (running, ended) = (Arc::clone(&election), election.ended.clone().drop_guard());
+        let thread = std::thread::Builder::new().name("election".to_owned());
+        thread.spawn(move || {
+            let _ended = ended;
+            runtime.block_on(running.run(unread));
+        })?;
+        Ok(election)
+    }
+
+    fn new(client: Client, namespace: &str, replica: &str) -> Self {
+        // A restarted container has the name of its predecessor, which may still have a request in flight.
+        let process = RandomState::new().hash_one(std::process::id());
+        Self {
+            identity: format!("{replica}_{process:016x}"),
+            leases: Api::namespaced(client, namespace),
+            state: Mutex::default(),
+            leadership: watch::Sender::new(Leadership::Standby),
+            writes: TaskTracker::new(),
+            resigning: CancellationToken::new(),
+            ended: CancellationToken::new(),
+        }
+    }
+
+    /// An election that this replica has won, for ten years.
+    #[cfg(test)]
+    pub(crate) fn of_leader(client: Client) -> Arc<Self> {
+        let election = Self::new(client, "ns", "test");
+        election.extend_term(Instant::now() + Duration::from_secs(315_360_000), None, true);
+        Arc::new(election)
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Reports when [`Self::leadership`] has changed.
+    pub(crate) fn subscribe(&self) -> watch::Receiver<Leadership> {
+        self.leadership.subscribe()
+    }
+
+    pub(crate) fn leadership(&self) -> Leadership {
+        match self.held_term() {
+            Ok(_) => Leadership::Leader,
+            Err(NotPermitted::Standby) => Leadership::Standby,
+            Err(_) => Leadership::Lapsed,
+        }
+    }
+
+    /// Returns the term if this replica holds the Lease now.
+    fn held_term(&self) -> Result<Term, NotPermitted> {
+        match &*self.state() {
+            State { is_resigning: true, .. } | State { term: None, .. } => Err(NotPermitted::Standby),
+            State { term: Some(term), .. } if Instant::now() < term.valid_until => Ok(term.clone()),
+            State { .. } => Err(NotPermitted::Lapsed),
+        }
+    }
+
+    /// The number of the current term, also if the Lease is not held now.
+    fn term_number(&self) -> Option<u64> {
+        self.state().term.as_ref().map(|term| term.number)
+    }
+
+    /// Whether the hub answers requests for the Lease, if only with an error.
+    pub(crate) fn hub_answers(&self) -> bool {
+        self.state().hub_answers
+    }
+
+    /// Whether no object may still be created for an earlier leader, so that a cluster without objects of a mesh stays so.
+    pub(crate) fn has_ended_earlier_writes(&self) -> bool {
+        let state = self.state();
+        state
+            .term
+            .as_ref()
+            .is_some_and(|term| term.is_clean || term.began.elapsed() > LATE_WRITES)
+    }
+
+    /// Whether the election has ended. It ends by itself only after a panic.
+    pub(crate) fn has_ended(&self) -> bool {
+        self.ended.is_cancelled()
+    }
+
+    async fn run(&self, unread: ReadinessItem) {
+        let (mut seen, mut unread, mut last_problem) = (None, Some(unread), None);
+        let mut last_holder = None;
+        loop {
+            let step = self.step(&mut seen, &mut last_holder).await;
+            self.state().hub_answers = !matches!(&step, Err(error) if !matches!(error, Error::Api(_)));
+            let leadership = self.leadership();
+            let has_changed = self
+                .leadership
+                .send_if_modified(|last| std::mem::replace(last, leadership) != leadership);
+            if has_changed && leadership == Leadership::Lapsed {
+                tracing::warn!(
+                    "the leader's Lease has lapsed: members are written only while their own Leases can be renewed"
+                );
+            }
+            let (pause, problem) = match step {
+                Ok(pause) => {
+                    unread.take();
+                    (pause, None)
+                }
+                Err(error) if leadership == Leadership::Leader => (RETRY_INTERVAL, Some(describe(&error))),
+                Err(error) => (FAILED_INTERVAL, Some(describe(&error))),
+            };
+            if problem != last_problem {
+                match &problem {
+                    Some(why) => tracing::warn!(
+                        lease = LEASE,
+                        why,
+                        ?leadership,
+                        "the leader's Lease cannot be read or renewed"
+                    ),
+                    None => tracing::info!(
+                        lease = LEASE,
+                        ?leadership,
+                        "the leader's Lease can be read and renewed again"
+                    ),
+                }
+                last_problem = problem;
+            }
+            tokio::select! {
+                () = sleep(pause) => {}
+                () = self.resigning.cancelled() => return self.release().await,
+            }
+        }
+    }
+
+    /// Reads, takes or renews the Lease. Returns the pause before the next step. `last_holder` is the last holder that this process knows.
+    async fn step(&self, seen: &mut Option<Seen>, last_holder: &mut Option<String>) -> Result<Duration, Error> {
+        let has_term = self.state().term.is_some();
+        if !has_term || seen.is_none() {
+            let current = self.read(seen).await?;
+            let holder = current.lease.as_ref().and_then(holder).cloned();
+            if has_term && holder.as_ref() != Some(&self.identity) {
+                tracing::warn!(holder, "this replica has lost the leader's Lease; it is a standby now");
+                self.state().term = None;
+                return Ok(Duration::ZERO);
+            }
+            let wait = if holder.as_ref() == Some(&self.identity) {
+                Duration::ZERO
+            } else {
+                time_until_free(current, last_holder.as_ref())
+            };
+            *last_holder = holder.or_else(|| last_holder.take());
+            if !wait.is_zero() {
+                return Ok(wait.min(POLL_INTERVAL));
+            }
+        }
+        let current = seen.as_ref().and_then(|seen| seen.lease.as_ref());
+        let is_new = current.is_none();
+        let released_by = current.and_then(released_by).cloned();
+        let sent = Instant::now();
+        match write(
+            &self.leases,
+            &with_holder(current, LEASE, &self.identity),
+            REQUEST_TIMEOUT,
+        )
+        .await
+        {
+            Ok(lease) => {
+                *seen = Some(Seen {
+                    lease: Some(lease),
+                    since: sent,
+                });
+                *last_holder = Some(self.identity.clone());
+                let is_clean = is_new || released_by.is_some();
+                self.extend_term(sent, released_by, is_clean);
+                Ok(RENEW_INTERVAL.saturating_sub(sent.elapsed()))
+            }
+            // Another process has written or deleted the Lease, or the response to our last write was lost.
+            Err(Error::Api(status)) if status.code == 409 || (status.code == 404 && !is_new) => {
+                *seen = None;
+                Ok(Duration::ZERO)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Reads the Lease into `seen`.
+    async fn read<'a>(&self, seen: &'a mut Option<Seen>) -> Result<&'a Seen, Error> {
+        // Dropped if the request fails. While the hub does not answer, its leader cannot renew the Lease, so this time does not count.
+        let last = seen.take();
+        let lease = within(REQUEST_TIMEOUT, self.leases.get_opt(LEASE)).await?;
+        let version = |lease: &Option<Lease>| lease.as_ref().and_then(ResourceExt::resource_version);
+        let same = last.filter(|last| version(&last.lease) == version(&lease));
+        let since = same.map_or_else(Instant::now, |same| same.since);
+        Ok(seen.insert(Seen { lease, since }))
+    }
+
+    /// Extends the current term, or starts one. `sent` is when the successful request was sent.
+    fn extend_term(&self, sent: Instant, released_by: Option<String>, is_clean: bool) {
+        let mut state = self.state();
+        let valid_until = sent + VALIDITY;
+        if let Some(term) = &mut state.term {
+            term.valid_until = valid_until;
+            return;
+        }
+        tracing::info!(identity = self.identity, "this replica is the leader now");
+        state.terms += 1;
+        state.term = Some(Term {
+            number: state.terms,
+            began: sent,
+            valid_until,
+            released_by,
+            is_clean,
+        });
+    }
+
+    /// Refuses all further writes, waits a short time for those in flight, and releases the Lease if this replica holds it. Ends the
+    /// election.
+    pub(crate) async fn resign(&self) {
+        self.resigning.cancel();
+        self.ended.cancelled().await;
+    }
+
+    async fn release(&self) {
+        let term = self.held_term();
+        self.state().is_resigning = true;
+        if term.is_err() {
+            return;
+        }
+        self.writes.close();
+        let has_ended = tokio::time::timeout(DRAIN_TIMEOUT, self.writes.wait()).await.is_ok();
+        let released = async {
+            let mut lease = within(REQUEST_TIMEOUT, self.leases.get(LEASE)).await?;
+            if holder(&lease) != Some(&self.identity) {
+                return Ok(());
+            }
+            lease.spec.get_or_insert_default().holder_identity = None;
+            if has_ended {
+                lease
+                    .annotations_mut()
+                    .insert(RELEASED_BY.to_owned(), self.identity.clone());
+            } else {
+                // The next leader waits until the Lease would have expired.
+                lease.annotations_mut().remove(RELEASED_BY);
+            }
+            write(&self.leases, &lease, REQUEST_TIMEOUT).await.map(drop)
+        };
+        match released.await {
+            Ok(()) => tracing::info!(lease = LEASE, has_ended, "the leader's Lease is released"),
+            Err(error) => {
+                tracing::warn!(
+                    lease = LEASE,
+                    why = describe(&error),
+                    "the leader's Lease is not released; it expires"
+                );
+            }
+        }
+    }
+}
+
+/// How long this replica must wait before it may take the Lease from its holder.
+fn time_until_free(current: &Seen, last_holder: Option<&String>) -> Duration {
+    let lease = current.lease.as_ref();
+    let is_free = match lease {
+        // A Lease that was deleted by hand may still have a leader.
+        None => last_holder.is_none(),
+        Some(lease) => released_by(lease).is_some_and(|by| last_holder.is_none_or(|last| last == by)),
+    };
+    if is_free {
+        return Duration::ZERO;
+    }
+    duration(lease).saturating_sub(current.since.elapsed())
+}
+
+/// The replica that has released a Lease after its last write. `None` = the Lease has a holder, or was released otherwise.
+fn released_by(lease: &Lease) -> Option<&String> {
+    match holder(lease) {
+        None => lease.annotations().get(RELEASED_BY),
+        Some(_) => None,
+    }
+}
+
+/// The holder of a Lease. `None` = it was released.
+fn holder(lease: &Lease) -> Option<&String> {
+    lease
+        .spec
+        .as_ref()?
+        .holder_identity
+        .as_ref()
+        .filter(|holder| !holder.is_empty())
+}
+
+/// How long the Lease must be unchanged before another replica takes it.
+fn duration(lease: Option<&Lease>) -> Duration {
+    let seconds = lease.and_then(|lease| lease.spec.as_ref()?.lease_duration_seconds);
+    let seconds = seconds
+        .and_then(|seconds| u64::try_from(seconds).ok())
+        .unwrap_or_default();
+    Duration::from_secs(seconds).clamp(DURATION, MAX_DURATION)
+}
+
+/// Returns the Lease with this holder and the current time. `None` = a new Lease.
+fn with_holder(current: Option<&Lease>, name: &str, identity: &str) -> Lease {
+    let now = MicroTime(Timestamp::now());
+    let mut lease = current.cloned().unwrap_or_default();
+    lease.metadata.name = Some(name.to_owned());
+    lease.metadata.managed_fields = None;
+    let is_renewal = holder(&lease).is_some_and(|holder| holder == identity);
+    let spec = lease.spec.get_or_insert_default();
+    if !is_renewal {
+        spec.holder_identity = Some(identity.to_owned());
+        spec.acquire_time = Some(now.clone());
+        spec.lease_transitions = Some(spec.lease_transitions.map_or(0, |count| count.saturating_add(1)));
+    }
+    spec.lease_duration_seconds = i32::try_from(DURATION.as_secs()).ok();
+    spec.renew_time = Some(now);
+    lease
+}
+
+/// Creates or replaces a Lease. A Lease that was read before is replaced only if nobody has changed it since.
+async fn write(leases: &Api<Lease>, lease: &Lease, timeout: Duration) -> Result<Lease, Error> {
+    let (name, params) = (lease.name_any(), PostParams::default());
+    match &lease.metadata.resource_version {
+        Some(_) => within(timeout, leases.replace(&name, &params, lease)).await,
+        None => within(timeout, leases.create(&params, lease)).await,
+    }
+}
+
+async fn within<T>(timeout: Duration, request: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
+    match tokio::time::timeout(timeout, request).await {
+        Ok(answer) => answer,
+        Err(elapsed) => Err(Error::Service(Box::new(elapsed))),
+    }
+}
+
+/// Describes why the Lease in the hub was not read or written, with the remedy.
+fn describe(error: &Error) -> String {
+    match error {
+        Error::Api(status) if status.code == 403 => format!(
+            "the controller may not get, create and update Leases in its namespace: apply deploy/controller.yaml ({})",
+            api_error::sanitize(&status.message)
+        ),
+        Error::Api(status) if status.code == 404 => {
+            "the namespace of the Lease does not exist: set POD_NAMESPACE, or the namespace of the kubeconfig's context"
+                .to_owned()
+        }
+        Error::Api(status) => format!("the hub refuses ({})", status.code),
+        _ => "the hub does not answer".to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,358 @@
+//! Tests two replicas of the controller: one leads, the other takes over when the leader fails, and the audit logs never show two
+//! writers.
+
+use std::{
+    sync::atomic::{AtomicBool, AtomicU32, Ordering},
+    time::Duration,
+};
+
+use clustermesh_api::names;
+use clustermesh_lab::{AuditedWrite, NAMESPACE, Node as Machine, Running, wait_until};
+use clustermesh_tests::test_env::{LATER, SOON, TestEnv};
+use nix::sys::signal::Signal;
+
+const CLUSTERS: [&str; 3] = ["mgmt", "tenant-a", "tenant-b"];
+
+/// Two replicas on two hosts.
+struct Replicas<'a> {
+    env: &'a TestEnv,
+    hosts: [Machine<'a>; 2],
+    running: [Running; 2],
+}
+
+/// The holder of the Lease: the name of the replica, and an id of its process.
+async fn leader(env: &TestEnv) -> String {
+    let holder = "jsonpath={.spec.holderIdentity}";
+    let words = ["-n", NAMESPACE, "get", "lease", "clustermesh-controller", "-o", holder];
+    env.hub().try_kubectl(words).await.unwrap().stdout
+}
+
+impl<'a> Replicas<'a> {
+    /// Starts replica 0, which becomes the leader, and replica 1.
+    async fn start(env: &'a TestEnv) -> Self {
+        env.lab
+            .add_host("other-controller", "172.30.1.201".parse().unwrap())
+            .await
+            .unwrap();
+        let hosts = ["controller", "other-controller"].map(|name| env.lab.node(name));
+        let first = env.start_replica(&hosts[0], "replica-0", 8081).await;
+        until_leader(env, 0).await;
+        let second = env.start_replica(&hosts[1], "replica-1", 8081).await;
+        Self {
+            env,
+            hosts,
+            running: [first, second],
+        }
+    }
+
+    async fn restart(&mut self, index: usize) {
+        let name = format!("replica-{index}");
+        self.running[index] = self.env.start_replica(&self.hosts[index], &name, 8081).await;
+    }
+}
+
+async fn until_leader(env: &TestEnv, index: usize) {
+    wait_until(
+        format!("replica {index} to be the leader"),
+        SOON,
+        async || match leader(env).await {
+            holder if holder.starts_with(&format!("replica-{index}_")) => Ok(()),
+            holder => Err(holder),
+        },
+    )
+    .await
+    .unwrap();
+}
+
+/// The writes of all replicas to a cluster since `from`, except Leases, in the order in which the API server received them.
+fn writes(env: &TestEnv, cluster: &str, from: &str) -> Vec<AuditedWrite> {
+    let mut writes = env.lab.cluster(cluster).audited_writes().unwrap();
+    writes.retain(|write| !write.is_of_lease() && write.received.as_str() > from);
+    writes.sort_by(|a, b| a.received.cmp(&b.received));
+    writes
+}
+
+/// The replica in the user agent.
+fn replica(write: &AuditedWrite) -> &str {
+    let start = write.user_agent.find("replica-").unwrap_or_else(|| panic!("{write:?}"));
+    &write.user_agent[start..start + "replica-0".len()]
+}
+
+/// Waits for a write of replica `index` to each member since `from`, and checks that the other replica writes nothing after it.
+async fn until_only_writer(env: &TestEnv, index: usize, from: &str) {
+    let name = format!("replica-{index}");
+    for cluster in &CLUSTERS[1..] {
+        wait_until(format!("three writes of {name} to {cluster}"), LATER, async || {
+            let writes = writes(env, cluster, from);
+            let own = writes.iter().filter(|write| replica(write) == name).count();
+            if own >= 3 {
+                Ok(())
+            } else {
+                Err(format!("{own} of {}", writes.len()))
+            }
+        })
+        .await
+        .unwrap();
+    }
+    for cluster in CLUSTERS {
+        let writes = writes(env, cluster, from);
+        let late = writes.iter().skip_while(|write| replica(write) != name);
+        let late: Vec<_> = late.filter(|write| replica(write) != name).collect();
+        assert_eq!(late, Vec::<&AuditedWrite>::new(), "{cluster}: two writers");
+        if let Some(first) = writes.iter().find(|write| replica(write) == name) {
+            println!(
+                "{cluster}: the first write of {name} was received at {}",
+                first.received
+            );
+        }
+    }
+}
+
+/// The current time, as in the audit logs.
+fn now() -> String {
+    k8s_openapi::jiff::Timestamp::now()
+        .strftime("%Y-%m-%dT%H:%M:%S.%6fZ")
+        .to_string()
+}
+
+/// Changes the endpoint of a node of each tenant ten times a second, so that there is always something to write.
+async fn change_endpoints(env: &TestEnv, count: &AtomicU32, stop: &AtomicBool) {
+    while !stop.load(Ordering::Relaxed) {
+        let port = 20_000 + count.fetch_add(1, Ordering::Relaxed) % 20_000;
+        for (m, cluster) in (1..).zip(CLUSTERS).skip(1) {
+            let endpoint = format!("198.51.{m}.1:{port}");
+            env.annotate(cluster, &format!("{cluster}-1"), names::KILO_ENDPOINT, Some(&endpoint))
+                .await;
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+}
+
+/// Waits until the Peers have the last endpoints.
+async fn until_settled(env: &TestEnv, count: &AtomicU32) {
+    let port = u16::try_from(20_000 + (count.load(Ordering::Relaxed) - 1) % 20_000).unwrap();
+    wait_until(format!("the endpoint's port {port} in tenant-b"), LATER, async || {
+        let peers = env.peers("tenant-b").await;
+        let endpoint = peers["prod--tenant-a--tenant-a-1"].spec.endpoint.clone();
+        match endpoint.as_ref().map(|endpoint| endpoint.port) {
+            Some(found) if found == i32::from(port) => Ok(()),
+            other => Err(format!("{other:?}")),
+        }
+    })
+    .await
+    .unwrap();
+}
+
+#[tokio::test]
+async fn other_replica_takes_over_and_never_two_write() {
+    let env = TestEnv::start(&CLUSTERS).await;
+    for (m, name) in (1..).zip(CLUSTERS) {
+        env.create_node(name, m, 1).await;
+    }
+    let mut replicas = Replicas::start(&env).await;
+    env.apply_mesh(&env.mesh()).await;
+    env.until_condition("Ready", "True/Meshed", SOON).await;
+
+    let (count, stop) = (AtomicU32::new(0), AtomicBool::new(false));
+    let disturb = async {
+        leader_is_killed(&mut replicas).await;
+        leader_is_stopped_and_continues(&replicas).await;
+        leader_is_cut_off_from_the_hub(&replicas).await;
+        hub_is_down(&replicas).await;
+        leader_exits(&mut replicas).await;
+        stop.store(true, Ordering::Relaxed);
+    };
+    tokio::join!(disturb, change_endpoints(&env, &count, &stop));
+    until_settled(&env, &count).await;
+    env.until_condition("Ready", "True/Meshed", LATER).await;
+    // The Peers of all nodes are there, and a replica that took over has deleted none.
+    for cluster in CLUSTERS {
+        let deletes: Vec<_> = writes(&env, cluster, "")
+            .into_iter()
+            .filter(|write| write.request.starts_with("delete"))
+            .collect();
+        assert_eq!(deletes, [], "{cluster}");
+    }
+}
+
+/// Replica 0 leads before, replica 1 after.
+async fn leader_is_killed(replicas: &mut Replicas<'_>) {
+    let env = replicas.env;
+    until_only_writer(env, 0, "").await;
+    let from = now();
+    println!("{from}: the leader is killed");
+    replicas.running[0].signal(Signal::SIGKILL).unwrap();
+    until_only_writer(env, 1, &from).await;
+    replicas.restart(0).await;
+}
+
+/// Replica 1 leads before, replica 0 after.
+async fn leader_is_stopped_and_continues(replicas: &Replicas<'_>) {
+    let env = replicas.env;
+    let from = now();
+    println!("{from}: the leader is stopped");
+    replicas.running[1].signal(Signal::SIGSTOP).unwrap();
+    until_only_writer(env, 0, &from).await;
+    replicas.running[1].signal(Signal::SIGCONT).unwrap();
+    println!("{}: the old leader continues", now());
+    log_contains(&replicas.running[1], "it is a standby now").await;
+    until_only_writer(env, 0, &from).await;
+}
+
+async fn log_contains(running: &Running, text: &str) {
+    wait_until(format!("{text:?} in the log"), SOON, async || {
+        if running.log().contains(text) {
+            Ok(())
+        } else {
+            Err(String::new())
+        }
+    })
+    .await
+    .unwrap();
+}
+
+/// Replica 0 leads before, replica 1 after.
+async fn leader_is_cut_off_from_the_hub(replicas: &Replicas<'_>) {
+    let env = replicas.env;
+    let hub = format!("{}/32", env.hub().plan().api_address());
+    let from = now();
+    println!("{from}: the leader is cut off from the hub");
+    replicas.hosts[0]
+        .exec(["ip", "route", "add", "blackhole", &hub])
+        .await
+        .unwrap();
+    until_only_writer(env, 1, &from).await;
+    replicas.hosts[0]
+        .exec(["ip", "route", "del", "blackhole", &hub])
+        .await
+        .unwrap();
+    log_contains(&replicas.running[0], "it is a standby now").await;
+    until_only_writer(env, 1, &from).await;
+}
+
+/// Replica 1 leads before, and one of both after.
+async fn hub_is_down(replicas: &Replicas<'_>) {
+    let env = replicas.env;
+    env.hub().kill_api().unwrap();
+    // The Lease expires.
+    log_contains(&replicas.running[1], "has lapsed").await;
+    let from = now();
+    println!("{from}: the hub is down, and the Lease has lapsed");
+    until_only_writer(env, 1, &from).await;
+    env.hub().start_api().await.unwrap();
+    env.annotate("mgmt", "mgmt-1", "example.com/turn", Some("after")).await;
+}
+
+/// One of both leads before, the other one after.
+async fn leader_exits(replicas: &mut Replicas<'_>) {
+    let env = replicas.env;
+    wait_until("a leader", SOON, async || match leader(env).await {
+        holder if holder.starts_with("replica-") => Ok(()),
+        holder => Err(holder),
+    })
+    .await
+    .unwrap();
+    let index = usize::from(leader(env).await.starts_with("replica-1"));
+    until_only_writer(env, index, &now()).await;
+    let from = now();
+    println!("{from}: the leader is told to exit");
+    let exit = replicas.running[index].terminate(SOON).await.unwrap();
+    assert!(exit.success(), "{}", replicas.running[index].log());
+    until_only_writer(env, 1 - index, &from).await;
+}
+
+/// Deletes the permission for Leases in a cluster. Returns the object, to apply it again.
+async fn deny_leases(env: &TestEnv, cluster: &str) -> String {
+    let cluster = env.lab.cluster(cluster);
+    let object = [
+        "-n",
+        NAMESPACE,
+        "get",
+        "rolebinding",
+        "clustermesh-leases",
+        "-o",
+        "yaml",
+    ];
+    let object = cluster.kubectl(object).await.unwrap().stdout;
+    let words = ["-n", NAMESPACE, "delete", "rolebinding", "clustermesh-leases"];
+    cluster.kubectl(words).await.unwrap();
+    object
+}
+
+#[tokio::test]
+async fn leader_without_lease_writes_only_where_it_renews_one() {
+    let env = TestEnv::start(&CLUSTERS).await;
+    for (m, name) in (1..).zip(CLUSTERS) {
+        env.create_node(name, m, 1).await;
+    }
+    deny_leases(&env, "tenant-a").await;
+    let host = env.controller_host();
+    let mut running = env.start_replica(&host, "replica-0", 8081).await;
+    env.apply_mesh(&env.mesh()).await;
+    // Without the permission, a member is written like the others while the leader holds the hub's Lease.
+    env.until_condition("Ready", "True/Meshed", SOON).await;
+    let log = running.log();
+    assert!(
+        log.contains("does not permit the Lease") && log.contains("apply deploy/member-account.yaml"),
+        "{log}"
+    );
+
+    let permission = deny_leases(&env, "mgmt").await;
+    log_contains(&running, "has lapsed").await;
+    log_contains(
+        &running,
+        "may not get, create and update Leases in its namespace: apply deploy/controller.yaml",
+    )
+    .await;
+    env.create_node("mgmt", 1, 2).await;
+    let with_new = ["prod--mgmt--mgmt-1", "prod--mgmt--mgmt-2", "prod--tenant-a--tenant-a-1"];
+    env.until_peers("tenant-b", &with_new, SOON).await;
+    // The hub answers, so the node is known to be gone.
+    env.remove_node("mgmt", "mgmt-1").await;
+    env.until_peers("tenant-b", &with_new[1..], SOON).await;
+    let unchanged = ["prod--mgmt--mgmt-1", "prod--tenant-b--tenant-b-1"];
+    env.until_peers("tenant-a", &unchanged, SOON).await;
+
+    env.hub().apply(&permission).await.unwrap();
+    let after = ["prod--mgmt--mgmt-2", "prod--tenant-b--tenant-b-1"];
+    env.until_peers("tenant-a", &after, SOON).await;
+    env.until_condition("Ready", "True/Meshed", SOON).await;
+
+    assert!(running.terminate(SOON).await.unwrap().success(), "{}", running.log());
+    lease_is_taken_by_age_and_not_by_its_times(&env).await;
+}
+
+/// The clock of another replica differs by an hour.
+async fn lease_is_taken_by_age_and_not_by_its_times(env: &TestEnv) {
+    let lease = [
+        "-n",
+        NAMESPACE,
+        "patch",
+        "lease",
+        "clustermesh-controller",
+        "--type=merge",
+        "-p",
+    ];
+    let renew = async |turn: usize| {
+        let spec = format!(
+            r#"{{"spec":{{"holderIdentity":"ghost_0","renewTime":"2020-01-01T00:00:{turn:02}.000000Z","leaseDurationSeconds":3}}}}"#
+        );
+        env.hub()
+            .kubectl(lease.into_iter().chain([spec.as_str()]))
+            .await
+            .unwrap();
+    };
+    renew(0).await;
+    let host = env.controller_host();
+    let running = env.start_replica(&host, "replica-1", 8081).await;
+    // Longer than the duration of the Lease.
+    for turn in 1..8 {
+        renew(turn).await;
+        tokio::time::sleep(Duration::from_millis(700)).await;
+        assert_eq!(leader(env).await, "ghost_0");
+    }
+    let future = r#"{"spec":{"renewTime":"2100-01-01T00:00:00.000000Z"}}"#;
+    env.hub().kubectl(lease.into_iter().chain([future])).await.unwrap();
+    until_leader(env, 1).await;
+    log_contains(&running, "is the leader now").await;
+}
