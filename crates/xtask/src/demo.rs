@@ -15,6 +15,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use xtask::{prereq, programs};
 
 mod equal_cidrs;
+mod failover;
 mod kilo;
 mod kubevirt;
 mod locations;
@@ -59,6 +60,8 @@ enum Scenario {
     /// Connects a tenant whose workers are pods of the hub, and moves one of them to another node of the hub.
     #[value(name = "kubevirt")]
     KubeVirt,
+    /// Kills the leader of the controller's replicas, and stops and starts the hub's API server, while packets flow.
+    Failover,
     /// Connects two clusters that Kilo serves to the hub. KG_BIN must contain the path of Kilo's program kg.
     Kilo,
 }
@@ -99,6 +102,7 @@ async fn run_scenario(scenario: Scenario, keep: bool) -> anyhow::Result<()> {
         Scenario::EqualCidrs => equal_cidrs::plan(),
         Scenario::Locations => locations::plan(),
         Scenario::KubeVirt => kubevirt::plan(),
+        Scenario::Failover => failover::plan(),
         Scenario::Kilo => {
             Kilo::program()?;
             kilo::plan()
@@ -118,6 +122,7 @@ async fn run_scenario(scenario: Scenario, keep: bool) -> anyhow::Result<()> {
             Scenario::EqualCidrs => demo.equal_cidrs().await,
             Scenario::Locations => demo.locations().await,
             Scenario::KubeVirt => demo.kubevirt().await,
+            Scenario::Failover => demo.failover().await,
             Scenario::Kilo => demo.kilo().await,
         };
         outcome.and_then(|()| match demo.failed.as_slice() {

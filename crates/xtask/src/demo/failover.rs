@@ -1,0 +1,142 @@
+//! `cargo xtask demo --scenario failover`: the controller's leader fails, and the hub's API server is away, while packets flow.
+
+use std::time::{Duration, Instant};
+
+use clustermesh_lab::{Cluster, LabPlan, NAMESPACE, Product, RunningPod, TrafficClient, Tunnel, wait_until};
+
+use super::{Demo, HUB, MEMBER};
+
+const OTHER: &str = "tenant-b";
+const ECHO_PORT: u16 = 7_007;
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The hub, where the replicas of the controller are on different nodes, and two tenants.
+pub(super) fn plan() -> LabPlan {
+    LabPlan::clusters(&[(HUB, 2), (MEMBER, 1), (OTHER, 1)])
+}
+
+impl Demo<'_> {
+    /// Runs the scenario.
+    pub(super) async fn failover(&mut self) -> anyhow::Result<()> {
+        let [hub, member, other] = [HUB, MEMBER, OTHER].map(|name| self.lab.cluster(name));
+        self.title("install: crds/ and deploy/, with kubectl, as README.md describes");
+        let names = [HUB, MEMBER, OTHER];
+        let product = Product::install(self.lab, &names, Tunnel::Shipped, &|line| println!("  {line}")).await?;
+        let (from, to) = (member.run_web().await?, other.run_web().await?);
+        product.mesh_up(&product.mesh(&[])).await?;
+
+        self.title("two replicas of the controller, one of them the leader");
+        let label = "-l=app.kubernetes.io/name=clustermesh-controller";
+        println!(
+            "{}",
+            hub.kubectl(["-n", NAMESPACE, "get", "pods", "-o", "wide", label])
+                .await?
+                .stdout
+        );
+        println!("{}", hub.kubectl(["-n", NAMESPACE, "get", "lease"]).await?.stdout);
+
+        let probe = self.lab.probe_program()?;
+        let node = self.lab.node(&to[0].node);
+        let mut echo = node.pod_spawn("echo", to[0].ip, [&*probe, "udp-echo", &format!(":{ECHO_PORT}")])?;
+        echo.wait_for_log("echoing on", PATIENCE).await?;
+        let client = TrafficClient::Pod(from[0].clone());
+        let watch = self.lab.watch_udp(&client, (to[0].ip, ECHO_PORT).into())?;
+        watch.wait_for_echo_after(0).await?;
+
+        self.title("the leader is killed; meanwhile a Peer is deleted by hand");
+        let killed = self.kill_leader(&product).await?;
+        let outcome = self.check_restored(&member, killed).await;
+        self.check("the other replica writes the Peer again", outcome);
+        let leader = product
+            .controller_pod()
+            .await
+            .map(|pod| format!("{} on {}", pod.name, pod.node));
+        self.check("the leader now", leader.map_err(|error| error.to_string()));
+
+        self.title("the hub's API server is away; meanwhile a Peer is deleted by hand in a tenant");
+        hub.kill_api()?;
+        // The Lease in the hub expires after two seconds.
+        tokio::time::sleep(Duration::from_secs(4)).await;
+        let outcome = self.check_restored(&other, Instant::now()).await;
+        self.check("the leader writes the Peer again", outcome);
+        let args = ["-n", NAMESPACE, "get", "lease"];
+        println!("  the Lease in the tenant:\n{}", other.kubectl(args).await?.stdout);
+        hub.start_api().await?;
+        product.wait_until_ready().await?;
+        self.check("the mesh after the hub is back", Ok("Ready".to_owned()));
+
+        self.title("the leader is deleted, as in an update");
+        let leader = product.controller_pod().await?;
+        let deleted = Instant::now();
+        hub.kubectl(["-n", NAMESPACE, "delete", "pod", &leader.name, "--wait=false"])
+            .await?;
+        let outcome = new_leader(&product, &leader).await;
+        let outcome = outcome.map(|pod| format!("{} after {:.1} s", pod.name, deleted.elapsed().as_secs_f64()));
+        self.check("the leader now", outcome);
+
+        self.title("the flow from tenant-a to tenant-b, a datagram every 10 ms since the beginning");
+        let times = watch.echo_times();
+        let gap = times.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap_or_default();
+        let outcome = format!("{} echoes, the longest time without one {gap} ms", times.len());
+        self.check(&format!("{} -> {}", from[0].ip, to[0].ip), Ok(outcome));
+        println!(
+            "
+  shown: a second replica takes over when the leader fails or exits; while the hub is away, the leader goes on in the members;
+  packets notice nothing. `cargo xtask test reconcile failover` also stops the leader and lets it continue, cuts it off from the
+  hub, and checks in the audit logs that never two replicas write."
+        );
+        Ok(())
+    }
+
+    async fn kill_leader(&self, product: &Product<'_>) -> anyhow::Result<Instant> {
+        let leader = product.controller_pod().await?;
+        println!("  {} on {}", leader.name, leader.node);
+        let node = self.lab.node(&leader.node);
+        let killed = Instant::now();
+        node.exec([
+            "pkill",
+            "-KILL",
+            "-f",
+            "^/clustermesh-controller|^clustermesh-controller",
+        ])
+        .await?;
+        Ok(killed)
+    }
+
+    /// Deletes a Peer, and waits until it is written again. Returns the time since `since`.
+    async fn check_restored(&self, cluster: &Cluster<'_>, since: Instant) -> Result<String, String> {
+        let text = |error: clustermesh_lab::Error| error.to_string();
+        let peers = cluster
+            .kubectl(["get", "peers", "-o", "name"])
+            .await
+            .map_err(text)?
+            .stdout;
+        let peer = peers.lines().next().ok_or("no Peer")?;
+        cluster.kubectl(["delete", peer]).await.map_err(text)?;
+        wait_until(format!("{peer} in {}", cluster.plan().name), PATIENCE, async || {
+            cluster
+                .kubectl(["get", peer])
+                .await
+                .map(drop)
+                .map_err(|error| error.to_string())
+        })
+        .await
+        .map_err(text)?;
+        Ok(format!(
+            "{peer} in {}, after {:.1} s",
+            cluster.plan().name,
+            since.elapsed().as_secs_f64()
+        ))
+    }
+}
+
+/// Waits for a leader other than `old`.
+async fn new_leader(product: &Product<'_>, old: &RunningPod) -> Result<RunningPod, String> {
+    let leader = wait_until("another leader", PATIENCE, async || {
+        match product.controller_pod().await.map_err(|error| error.to_string())? {
+            leader if leader.name != old.name => Ok(leader),
+            leader => Err(leader.name),
+        }
+    });
+    leader.await.map_err(|error| error.to_string())
+}
