@@ -9,6 +9,7 @@ mod invalid_claims;
 mod kilo;
 mod members;
 mod meshes;
+mod moved;
 mod nodes;
 mod profiles;
 mod removed;

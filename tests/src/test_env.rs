@@ -219,7 +219,9 @@ impl TestEnv {
     }
 
     async fn spawn_controller(&self, prefix: &[&str], hub_namespace: &str, more: &[&str]) -> Running {
-        let words = self.controller_command("controller", 8081, hub_namespace).await;
+        let words = self
+            .controller_command(self.hub_name(), "controller", 8081, hub_namespace)
+            .await;
         let words: Vec<&str> = words.iter().map(String::as_str).collect();
         let host = self.controller_host();
         let running = host.spawn("controller", [prefix, &words[..], more].concat()).unwrap();
@@ -229,15 +231,28 @@ impl TestEnv {
 
     /// Starts a replica of the controller on `host`, and waits until it is ready. `replica` is the name of its pod, and of its log.
     pub async fn start_replica(&self, host: &Machine<'_>, replica: &str, port: u16) -> Running {
-        let words = self.controller_command(replica, port, NAMESPACE).await;
+        let words = self.controller_command(self.hub_name(), replica, port, NAMESPACE).await;
         let running = host.spawn(replica, words).unwrap();
         until_ready(host, port, &running).await;
         running
     }
 
-    async fn controller_command(&self, replica: &str, port: u16, hub_namespace: &str) -> Vec<String> {
+    /// Makes another cluster a hub, and starts a controller for it on port 8082 of the controller's host.
+    pub async fn start_other_hub(&self, name: &str) -> Running {
+        let cluster = self.lab.cluster(name);
+        cluster.apply(&crd("clustermeshes")).await.unwrap();
+        self.wait_for_crds(name, &["clustermeshes"]).await;
+        self.create_account(name, true).await;
+        let words = self.controller_command(name, name, 8082, NAMESPACE).await;
+        let host = self.controller_host();
+        let running = host.spawn(name, words).unwrap();
+        until_ready(&host, 8082, &running).await;
+        running
+    }
+
+    async fn controller_command(&self, hub: &str, replica: &str, port: u16, hub_namespace: &str) -> Vec<String> {
         let file = self.lab.directory().join(format!("{replica}.kubeconfig"));
-        std::fs::write(&file, self.kubeconfig(self.hub_name()).await).unwrap();
+        std::fs::write(&file, self.kubeconfig(hub).await).unwrap();
         let words = [
             "env",
             "RUST_LOG=info,clustermesh_controller=debug",

@@ -15,7 +15,11 @@ use crate::{
 /// The CRD of [`ClusterMesh`].
 #[must_use]
 pub fn cluster_mesh() -> CustomResourceDefinition {
-    clean_crd(ClusterMesh::crd())
+    let mut crd = clean_crd(ClusterMesh::crd());
+    // `clusterctl move` ignores objects whose CRD has no such label.
+    let labels = crd.metadata.labels.get_or_insert_default();
+    labels.insert("clusterctl.cluster.x-k8s.io".to_owned(), String::new());
+    crd
 }
 
 /// The CRD of [`PeerPolicy`].

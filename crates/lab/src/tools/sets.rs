@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 const KUBERNETES_VERSION: &str = "v1.36.3";
 const CONTAINERD_MODULE: &str = "github.com/containerd/containerd/v2";
+const CLUSTER_API_MODULE: &str = "sigs.k8s.io/cluster-api";
 const FLANNEL_MODULE: &str = "github.com/flannel-io/flannel";
 
 /// A group of programs that are built and cached together.
@@ -23,6 +24,8 @@ pub enum ArtefactSet {
     Flannel,
     /// The CNI plugin `flannel`. It needs another version of a module that flanneld needs.
     FlannelPlugin,
+    /// clusterctl of Cluster API.
+    Clusterctl,
 }
 
 /// One `go build`.
@@ -51,7 +54,7 @@ impl GoBuild {
 
 impl ArtefactSet {
     /// All sets.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::ControlPlane,
         Self::Nodes,
         Self::Runtime,
@@ -59,6 +62,7 @@ impl ArtefactSet {
         Self::WireguardGo,
         Self::Flannel,
         Self::FlannelPlugin,
+        Self::Clusterctl,
     ];
 
     pub(super) fn name(self) -> &'static str {
@@ -70,6 +74,7 @@ impl ArtefactSet {
             Self::WireguardGo => "wireguard-go",
             Self::Flannel => "flannel",
             Self::FlannelPlugin => "flannel-cni",
+            Self::Clusterctl => "clusterctl",
         }
     }
 
@@ -82,6 +87,7 @@ impl ArtefactSet {
             Self::WireguardGo => "wireguard",
             Self::Flannel => "flannel",
             Self::FlannelPlugin => "flannel-cni",
+            Self::Clusterctl => "clusterctl",
         };
         PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../tools")).join(module)
     }
@@ -141,6 +147,10 @@ impl ArtefactSet {
                 ..GoBuild::new("flanneld", FLANNEL_MODULE)
             }],
             Self::FlannelPlugin => vec![cni("flannel", "meta/flannel")],
+            Self::Clusterctl => vec![GoBuild {
+                define: format!("{CLUSTER_API_MODULE}/version.gitVersion=v1.13.6"),
+                ..GoBuild::new("clusterctl", format!("{CLUSTER_API_MODULE}/cmd/clusterctl"))
+            }],
         }
     }
 

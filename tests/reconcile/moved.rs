@@ -1,0 +1,181 @@
+//! Tests a mesh that the real `clusterctl move` moves from one hub to another.
+
+use std::collections::BTreeMap;
+
+use clustermesh_api::{
+    mesh::ClusterMesh,
+    names::{self, ADOPT_HUB},
+};
+use clustermesh_lab::{ArtefactSet, NAMESPACE, Tools, wait_until};
+use clustermesh_tests::test_env::{LATER, SOON, TestEnv};
+use kube::Api;
+use serde_json::json;
+
+const MEMBERS: [&str; 2] = ["tenant-a", "tenant-b"];
+const NEW_HUB: &str = "mgmt-new";
+/// `clusterctl move` moves an object with this label.
+const MOVE: &str = "clusterctl.cluster.x-k8s.io/move";
+
+/// The CRD of Cluster API's Cluster, without its schema. clusterctl requires it, with the label of a contract, in both hubs.
+fn cluster_api_crd() -> String {
+    let version = json!({
+        "name": "v1beta2", "served": true, "storage": true,
+        "schema": {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": true}},
+    });
+    let labels = json!({"cluster.x-k8s.io/v1beta2": "v1beta2", "clusterctl.cluster.x-k8s.io": ""});
+    json!({
+        "apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition",
+        "metadata": {"name": "clusters.cluster.x-k8s.io", "labels": labels},
+        "spec": {
+            "group": "cluster.x-k8s.io", "scope": "Namespaced", "versions": [version],
+            "names": {"kind": "Cluster", "plural": "clusters", "singular": "cluster"},
+        },
+    })
+    .to_string()
+}
+
+/// The UID of each Peer and PeerPolicy in the members, and its content without metadata.
+async fn objects(env: &TestEnv) -> BTreeMap<String, String> {
+    let mut all = BTreeMap::new();
+    for member in MEMBERS {
+        let columns = "-o=jsonpath={range .items[*]}{.kind}/{.metadata.name} {.metadata.uid} {.spec}{\"\\n\"}{end}";
+        let words = ["get", "peers,peerpolicies", columns];
+        let listed = env.lab.cluster(member).kubectl(words).await.unwrap().stdout;
+        all.extend(listed.lines().map(|line| {
+            let (name, rest) = line.split_once(' ').unwrap();
+            (format!("{member} {name}"), rest.to_owned())
+        }));
+    }
+    all
+}
+
+/// The value of the hub's label on the Peers of the members.
+async fn hubs(env: &TestEnv) -> Vec<String> {
+    let mut hubs = Vec::new();
+    for member in MEMBERS {
+        let peers = env.peers(member).await;
+        hubs.extend(
+            peers
+                .values()
+                .map(|peer| peer.metadata.labels.as_ref().unwrap()[names::LABEL_HUB].clone()),
+        );
+    }
+    hubs
+}
+
+#[tokio::test]
+async fn clusterctl_moves_a_mesh_and_its_secrets() {
+    let tools = Tools::ensure(&[ArtefactSet::Clusterctl], &|line| println!("{line}")).unwrap();
+    let env = TestEnv::start(&["mgmt", "tenant-a", "tenant-b", NEW_HUB]).await;
+    for (m, name) in (2..).zip(MEMBERS) {
+        env.create_node(name, m, 1).await;
+    }
+    let _old = env.start_controller().await;
+    // The hub's own entry would mean the new hub after the move.
+    let mut mesh = env.mesh();
+    let entries = mesh["spec"]["clusters"].as_array_mut().unwrap();
+    entries.retain(|entry| MEMBERS.iter().any(|name| entry["name"] == *name));
+    mesh["metadata"]["labels"] = json!({MOVE: ""});
+    env.apply_mesh(&mesh).await;
+    env.until_condition("Ready", "True/Meshed", SOON).await;
+    let before = objects(&env).await;
+    assert_eq!(before.len(), 4, "{before:?}");
+    let old_hub = env.hub_id().await;
+
+    // As docs/operations/migration.md describes.
+    for secret in ["tenant-a-kubeconfig", "tenant-b-kubeconfig"] {
+        let label = format!("{MOVE}=");
+        env.hub()
+            .kubectl(["-n", NAMESPACE, "label", "secret", secret, &label])
+            .await
+            .unwrap();
+    }
+    let adopt = format!("{ADOPT_HUB}={old_hub}");
+    let words = [
+        "-n",
+        NAMESPACE,
+        "annotate",
+        "cmesh",
+        "prod",
+        &adopt,
+        "cluster.x-k8s.io/paused=true",
+    ];
+    env.hub().kubectl(words).await.unwrap();
+    env.until_condition("Paused", "True/Paused", SOON).await;
+
+    let _new = env.start_other_hub(NEW_HUB).await;
+    for hub in ["mgmt", NEW_HUB] {
+        env.lab.cluster(hub).apply(&cluster_api_crd()).await.unwrap();
+        let words = [
+            "wait",
+            "--for=condition=Established",
+            "--timeout=60s",
+            "crd/clusters.cluster.x-k8s.io",
+        ];
+        env.lab.cluster(hub).kubectl(words).await.unwrap();
+    }
+    let [from, to] = ["mgmt", NEW_HUB].map(|hub| {
+        let file = env.lab.directory().join(format!("{hub}-admin.kubeconfig"));
+        std::fs::write(&file, env.lab.cluster(hub).kubeconfig().unwrap()).unwrap();
+        file
+    });
+    let clusterctl = tokio::process::Command::new(tools.path("clusterctl").unwrap())
+        .args(["move", "--namespace", NAMESPACE, "--kubeconfig"])
+        .arg(&from)
+        .arg("--to-kubeconfig")
+        .arg(&to)
+        .env("CLUSTERCTL_DISABLE_VERSIONCHECK", "true")
+        .env("XDG_CONFIG_HOME", env.lab.directory())
+        .output()
+        .await
+        .unwrap();
+    let printed = String::from_utf8_lossy(&clusterctl.stderr).into_owned();
+    assert!(clusterctl.status.success(), "{printed}");
+    assert!(env.get_mesh().await.is_none(), "{printed}");
+
+    let meshes: Api<ClusterMesh> = Api::namespaced(env.client(NEW_HUB).await, NAMESPACE);
+    let is_paused = async || {
+        meshes.get("prod").await.unwrap().status.is_some_and(|status| {
+            status
+                .conditions
+                .iter()
+                .any(|condition| condition.type_ == "Paused" && condition.status == "True")
+        })
+    };
+    wait_until("the new hub to read the mesh", SOON, async || {
+        if is_paused().await { Ok(()) } else { Err(String::new()) }
+    })
+    .await
+    .unwrap();
+    assert_eq!(objects(&env).await, before);
+    assert!(
+        hubs(&env).await.iter().all(|hub| *hub == old_hub),
+        "nothing is written while the mesh is paused"
+    );
+
+    let words = ["-n", NAMESPACE, "annotate", "cmesh", "prod", "cluster.x-k8s.io/paused-"];
+    env.lab.cluster(NEW_HUB).kubectl(words).await.unwrap();
+    wait_until("the new hub to take the Peers over", LATER, async || {
+        let hubs = hubs(&env).await;
+        if hubs.iter().all(|hub| *hub != old_hub) {
+            Ok(())
+        } else {
+            Err(format!("{hubs:?}"))
+        }
+    })
+    .await
+    .unwrap();
+    assert_eq!(objects(&env).await, before);
+    // The new controller follows the members; the old one, which still runs, writes nothing.
+    let old_writes = MEMBERS.map(|member| env.lab.cluster(member).audited_writes().unwrap());
+    env.create_node("tenant-a", 2, 2).await;
+    let after = ["prod--tenant-a--tenant-a-1", "prod--tenant-a--tenant-a-2"];
+    env.until_peers("tenant-b", &after, SOON).await;
+    for (member, old) in MEMBERS.iter().zip(old_writes) {
+        let writes = env.lab.cluster(member).audited_writes().unwrap();
+        let deletes = writes.iter().filter(|write| write.request.starts_with("delete"));
+        assert_eq!(deletes.count(), 0, "{writes:?}");
+        let new = &writes[old.len()..];
+        assert!(new.iter().all(|write| write.user_agent.contains(NEW_HUB)), "{new:?}");
+    }
+}
