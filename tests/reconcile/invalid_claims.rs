@@ -3,16 +3,43 @@
 
 use std::{collections::BTreeMap, process::ExitCode};
 
-use clustermesh_api::names;
+use clustermesh_api::{names, peer::Peer};
 use clustermesh_lab::wait_until;
 use clustermesh_tests::{
     kubeconfig::merged_kubeconfig,
-    test_env::{EVENTS, SOON, TestEnv},
+    test_env::{EVENTS, SOON, TestEnv, key},
 };
+use kube::{Api, api::PostParams};
 use serde_json::{Value, json};
 
 /// Nodes that get no Peer: the number of the Node, the reason and the message.
-const SKIPPED: [(u8, &str, &str); 7] = [
+const SKIPPED: [(u8, &str, &str); 12] = [
+    (
+        12,
+        "PublicKeyDuplicate",
+        "key AQEHBwcHBwcHBwcHBwcHBwcHBwcHBwcHBwcHBwcHBwc= belongs to Node mgmt-1 of cluster \"mgmt\"; one of the two is a copy",
+    ),
+    (
+        13,
+        "PublicKeyDuplicate",
+        "toward cluster \"mgmt\": key CQkHBwcHBwcHBwcHBwcHBwcHBwcHBwcHBwcHBwcHBwc= belongs to Peer laptop there",
+    ),
+    (
+        14,
+        "PublicKeyDuplicate",
+        "key AgEHBwcHBwcHBwcHBwcHBwcHBwcHBwcHBwcHBwcHBwc= belongs to Node tenant-a-1; one of the two is a copy",
+    ),
+    (
+        15,
+        "PublicKeyInvalid",
+        "annotation kilo.squat.ai/key: \"no key\" is not a WireGuard public key: expected 44 characters of base64 that hold 32 bytes, \
+         as `wg pubkey` prints",
+    ),
+    (
+        16,
+        "PodCIDRDuplicate",
+        "podCIDR 10.2.0.0/20 overlaps 10.2.1.0/24, which belongs to Node tenant-a-1",
+    ),
     (
         2,
         "EndpointForbidden",
@@ -66,7 +93,21 @@ async fn create_nodes(env: &TestEnv) {
         node["spec"] = json!({"podCIDR": "10.2.1.0/24", "podCIDRs": ["10.2.1.0/24"]})
     })
     .await;
-    // Nodes 9 to 11 keep a Peer. Node 9 has the address of Node 1.
+    // The keys of a Node of mgmt, of a person's Peer in mgmt, and of Node 1; and a network around the podCIDR of Node 1.
+    create(12, &|node| annotate(node, names::KILO_KEY, &key(1, 1))).await;
+    create(13, &|node| annotate(node, names::KILO_KEY, &key(9, 9))).await;
+    create(14, &|node| annotate(node, names::KILO_KEY, &key(2, 1))).await;
+    create(15, &|node| annotate(node, names::KILO_KEY, "no key")).await;
+    create(16, &|node| {
+        node["spec"] = json!({"podCIDR": "10.2.0.0/20", "podCIDRs": ["10.2.0.0/20"]})
+    })
+    .await;
+    // Node 17 claims the address of a Node of mgmt. It keeps a Peer, as do Nodes 9 to 11.
+    create(17, &|node| {
+        node["status"]["addresses"][0]["address"] = json!("198.51.1.1")
+    })
+    .await;
+    // Node 9 has the address of Node 1.
     create(9, &|node| {
         annotate(node, names::KILO_ENDPOINT, "198.51.2.1:51820");
         node["status"]["addresses"][0]["address"] = json!("198.51.2.1");
@@ -84,6 +125,17 @@ async fn create_nodes(env: &TestEnv) {
     .await;
 }
 
+/// Creates the Peer of a person, which belongs to no mesh.
+async fn create_laptop(env: &TestEnv) -> Peer {
+    let peers: Api<Peer> = Api::all(env.client("mgmt").await);
+    let laptop: Peer = serde_json::from_value(json!({
+        "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "Peer", "metadata": {"name": "laptop"},
+        "spec": {"publicKey": key(9, 9), "allowedIPs": ["192.0.2.7/32"]},
+    }))
+    .unwrap();
+    peers.create(&PostParams::default(), &laptop).await.unwrap()
+}
+
 /// Messages of the condition Degraded about endpoints and prefixes that are left out of a Peer. The condition shows at most five
 /// problems: here the message about the skipped Nodes and these four.
 const LEFT_OUT: [&str; 4] = [
@@ -97,19 +149,22 @@ const LEFT_OUT: [&str; 4] = [
 const SIXTH: &str = "cluster \"tenant-a\": annotation endpoint 169.254.7.7 of Node tenant-a-11 is no endpoint of its Peer: it is a link-local \
                      address. Other Nodes may have the same problem";
 
-// threat: forbidden-endpoint, foreign-network, malformed-node
+// threat: forbidden-endpoint, foreign-network, malformed-node, duplicate-key-or-range
 #[tokio::test]
 async fn invalid_claims_cost_only_their_node_and_have_reasons() {
     let env = TestEnv::start(&["mgmt", "tenant-a"]).await;
     env.create_node("mgmt", 1, 1).await;
     create_nodes(&env).await;
+    let laptop = create_laptop(&env).await;
     let _controller = env.start_controller().await;
     env.apply_mesh(&env.mesh()).await;
 
-    let names: Vec<String> = [1, 10, 11, 9].map(|n| format!("prod--tenant-a--tenant-a-{n}")).into();
-    let peers = env
-        .until_peers("mgmt", &names.iter().map(|name| &**name).collect::<Vec<_>>(), SOON)
-        .await;
+    let names: Vec<String> = [1, 10, 11, 17, 9]
+        .map(|n| format!("prod--tenant-a--tenant-a-{n}"))
+        .into();
+    let names: Vec<&str> = ["laptop"].into_iter().chain(names.iter().map(|name| &**name)).collect();
+    let mut peers = env.until_peers("mgmt", &names, SOON).await;
+    assert_eq!(peers.remove("laptop"), Some(laptop));
     let claims: BTreeMap<&str, Value> = peers
         .iter()
         .map(|(name, peer)| {
@@ -128,6 +183,7 @@ async fn invalid_claims_cost_only_their_node_and_have_reasons() {
             "tenant-a-9": [["10.2.9.0/24", "100.64.2.9/32"], "198.51.2.1"],
             "tenant-a-10": [["10.2.10.0/24", "100.64.2.10/32", "198.51.2.10/32"], "198.51.2.10"],
             "tenant-a-11": [["10.2.11.0/24", "100.64.2.11/32"], null],
+            "tenant-a-17": [["10.2.17.0/24", "100.64.2.17/32"], "198.51.2.17"],
         })
     );
 
@@ -144,7 +200,9 @@ async fn invalid_claims_cost_only_their_node_and_have_reasons() {
     plan_gives_each_reason(&flags).await;
     explain_gives_reason_of_each_node(&flags).await;
 
-    env.remove_node("tenant-a", "tenant-a-9").await;
+    for node in ["tenant-a-9", "tenant-a-17"] {
+        env.remove_node("tenant-a", node).await;
+    }
     wait_until("the sixth problem in the status", SOON, async || {
         match env.condition("Degraded").await {
             Some((_, message)) if message.contains(SIXTH) => Ok(()),
@@ -158,16 +216,15 @@ async fn invalid_claims_cost_only_their_node_and_have_reasons() {
 /// The status lists the skipped Nodes, and an Event exists for each.
 async fn status_gives_each_reason(env: &TestEnv) {
     let message = env.until_condition("Degraded", "True/NodesSkipped", SOON).await;
-    let (_, _, first) = SKIPPED[0];
-    let skipped =
-        format!("7 node(s) of cluster \"tenant-a\" have no Peer, first tenant-a-2: EndpointForbidden ({first})");
+    let (n, reason, first) = SKIPPED[0];
+    let skipped = format!("12 node(s) of cluster \"tenant-a\" have no Peer, first tenant-a-{n}: {reason} ({first})");
     assert!(message.starts_with(&skipped), "{message}");
     for left_out in LEFT_OUT {
         assert!(message.contains(left_out), "{left_out}: {message}");
     }
     let status = env.get_mesh().await.unwrap().status.unwrap();
     let row = &status.clusters[1];
-    assert_eq!((row.registered_peers, row.skipped_nodes), (4, 7));
+    assert_eq!((row.registered_peers, row.skipped_nodes), (5, 12));
     let listed: Vec<(String, &str, &str)> = row
         .skipped
         .iter()

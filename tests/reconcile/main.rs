@@ -11,6 +11,7 @@ mod members;
 mod meshes;
 mod moved;
 mod nodes;
+mod owners;
 mod profiles;
 mod removed;
 mod restart;

@@ -9,7 +9,7 @@ use serde_json::json;
 // threat: empty-list, slow-api-server
 #[tokio::test]
 async fn member_that_is_down_delays_nothing_and_catches_up() {
-    let (env, _controller) = TestEnv::start_meshed(&["mgmt", "tenant-a", "tenant-b"]).await;
+    let (env, mut controller) = TestEnv::start_meshed(&["mgmt", "tenant-a", "tenant-b"]).await;
     let before = env.peers("mgmt").await;
 
     // Frozen API server: connections stay open, but no response arrives.
@@ -55,6 +55,11 @@ async fn member_that_is_down_delays_nothing_and_catches_up() {
     // Killed API server: connections are refused.
     frozen.kill_api().unwrap();
     env.until_condition("Ready", "False/MemberStale", LATER).await;
+    // A controller that starts meanwhile serves the other members.
+    assert!(controller.terminate(SOON).await.unwrap().success());
+    let _controller = env.start_controller().await;
+    let message = env.until_condition("Ready", "False/MemberUnreachable", LATER).await;
+    assert!(message.contains("tenant-b"), "{message}");
     env.remove_node("tenant-a", "tenant-a-3").await;
     env.until_peers(
         "mgmt",
@@ -115,13 +120,45 @@ async fn new_kubeconfig_rewrites_nothing_and_refused_field_is_named() {
 
     // A kubeconfig that would execute a program is refused, with the name of the field. Existing objects remain.
     let good = env.kubeconfig("tenant-a").await;
-    let hostile = good.replace("    token: ", "    exec: {apiVersion: v1, command: sh}\n    token: ");
-    env.write_secret("tenant-a", &hostile).await;
-    let message = env.until_condition("Ready", "False/MemberMissing", SOON).await;
-    assert!(
-        message.contains("users[].user.exec") && message.contains("clustermesh/tenant-a-kubeconfig"),
-        "{message}"
-    );
+    for (field, before, added) in [
+        (
+            "users[].user.exec",
+            "    token: ",
+            "    exec: {apiVersion: v1, command: sh}\n",
+        ),
+        (
+            "users[].user.tokenFile",
+            "    token: ",
+            "    tokenFile: /proc/self/environ\n",
+        ),
+        (
+            "clusters[].cluster.proxy-url",
+            "    server: ",
+            "    proxy-url: http://192.0.2.1\n",
+        ),
+        (
+            "clusters[].cluster.insecure-skip-tls-verify",
+            "    server: ",
+            "    insecure-skip-tls-verify: true\n",
+        ),
+    ] {
+        let hostile = good.replace(before, &format!("{added}{before}"));
+        env.write_secret("tenant-a", &hostile).await;
+        wait_until(format!("{field} to be named"), SOON, async || {
+            match env.condition("Ready").await {
+                Some((state, message))
+                    if state == "False/MemberMissing"
+                        && message.contains(field)
+                        && message.contains("clustermesh/tenant-a-kubeconfig") =>
+                {
+                    Ok(())
+                }
+                other => Err(format!("{other:?}")),
+            }
+        })
+        .await
+        .unwrap();
+    }
     env.hub()
         .kubectl(["delete", "secret", "-n", NAMESPACE, "tenant-a-kubeconfig"])
         .await

@@ -233,4 +233,23 @@ async fn anchored_network_survives_restart_and_node_claims() {
         "{message}"
     );
     assert_eq!(anchors_in_peers().await, [other.unwrap()]);
+
+    // `anchoredNetworks` can name a part of a network in which nodes have pod CIDRs.
+    mesh["spec"]["clusters"][1]["anchoredNetworks"] = json!(["10.2.200.0/24"]);
+    env.apply_mesh(&mesh).await;
+    let want = json!([{"network": "10.2.200.0/24", "nodes": [other]}]);
+    wait_until(
+        "the network that the entry names",
+        SOON,
+        async || match anchors_in_status().await {
+            found if found == want => Ok(()),
+            found => Err(found.to_string()),
+        },
+    )
+    .await
+    .unwrap();
+    let peers = env.peers("mgmt").await;
+    let anchor = &peers[&format!("prod--tenant-a--{}", other.unwrap())].spec.allowed_ips;
+    assert!(anchor.contains(&"10.2.200.0/24".to_owned()), "{anchor:?}");
+    assert_eq!(anchors_in_peers().await, Vec::<String>::new());
 }

@@ -1,5 +1,6 @@
 //! Checks the links in every Markdown file of the repository: the files exist, and the anchors are those that GitHub generates from
-//! headings, or ids in HTML. Links to the web are not checked.
+//! headings, or ids in HTML. Links to the web are not checked. A link from the name of a function to a Rust file is valid only if the
+//! function is in this file.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -14,8 +15,15 @@ use pulldown_cmark::{Event, Options, Parser, Tag, TagEnd};
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Page {
     anchors: BTreeSet<String>,
-    /// Line number and target of each link.
-    links: Vec<(usize, String)>,
+    links: Vec<Link>,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+struct Link {
+    line: usize,
+    target: String,
+    /// The text of the link, if it is code.
+    code: Option<String>,
 }
 
 impl Page {
@@ -23,6 +31,7 @@ impl Page {
         let mut page = Self::default();
         let mut anchor_uses = BTreeMap::new();
         let mut heading: Option<String> = None;
+        let mut is_in_link = false;
         let options = Options::ENABLE_TABLES | Options::ENABLE_FOOTNOTES | Options::ENABLE_STRIKETHROUGH;
         for (event, Range { start, .. }) in Parser::new_ext(text, options).into_offset_iter() {
             match event {
@@ -38,12 +47,25 @@ impl Page {
                     *uses += 1;
                 }
                 Event::Start(Tag::Link { dest_url, .. } | Tag::Image { dest_url, .. }) => {
-                    let line = text[..start].matches('\n').count() + 1;
-                    page.links.push((line, dest_url.into_string()));
+                    page.links.push(Link {
+                        line: text[..start].matches('\n').count() + 1,
+                        target: dest_url.into_string(),
+                        code: None,
+                    });
+                    is_in_link = true;
                 }
-                Event::Text(text) | Event::Code(text) => {
+                Event::End(TagEnd::Link | TagEnd::Image) => is_in_link = false,
+                Event::Text(text) => {
                     if let Some(heading) = &mut heading {
                         heading.push_str(&text);
+                    }
+                }
+                Event::Code(text) => {
+                    if let Some(heading) = &mut heading {
+                        heading.push_str(&text);
+                    }
+                    if let Some(link) = page.links.last_mut().filter(|_| is_in_link) {
+                        link.code = Some(text.into_string());
                     }
                 }
                 Event::Html(html) | Event::InlineHtml(html) => {
@@ -100,6 +122,22 @@ fn fault(pages: &BTreeMap<PathBuf, Page>, from: &Path, link: &str, exists: impl 
     }
 }
 
+/// The function that a link names, and the Rust file that should contain it, as written in the link.
+fn named_function(link: &Link) -> Option<(&str, &str)> {
+    let code = link.code.as_deref()?;
+    let is_name = |code: &str| {
+        code.chars()
+            .all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_')
+    };
+    // A name without `_` may also be that of a crate or module.
+    (link.target.ends_with(".rs") && is_name(code) && code.contains('_')).then_some((code, &*link.target))
+}
+
+fn has_function(source: &str, name: &str) -> bool {
+    let signatures = [format!("fn {name}("), format!("fn {name}<")];
+    signatures.iter().any(|signature| source.contains(signature))
+}
+
 /// The path without `.` and `..`; `None` if it is absolute or outside the root.
 fn normalized(path: &Path) -> Option<PathBuf> {
     let mut normalized = PathBuf::new();
@@ -141,9 +179,14 @@ fn links_of_all_markdown_files_have_targets() {
     assert!(pages.contains_key(Path::new("README.md")), "{:?}", pages.keys());
     let mut faults = String::new();
     for (from, page) in &pages {
-        for (line, link) in &page.links {
-            if let Some(fault) = fault(&pages, from, link, |path| root.join(path).exists()) {
-                faults += &format!("\n{}:{line}: {link}: {fault}", from.display());
+        for link in &page.links {
+            let missing_function = named_function(link).and_then(|(function, file)| {
+                let source = fs::read_to_string(root.join(from).with_file_name("").join(file)).unwrap_or_default();
+                (!has_function(&source, function)).then(|| format!("it has no function {function}"))
+            });
+            let fault = fault(&pages, from, &link.target, |path| root.join(path).exists()).or(missing_function);
+            if let Some(fault) = fault {
+                faults += &format!("\n{}:{}: {}: {fault}", from.display(), link.line, link.target);
             }
         }
     }
@@ -170,7 +213,7 @@ fn page_has_its_anchors_and_links() {
     let page = Page::read(text);
     let anchors: Vec<&str> = page.anchors.iter().map(String::as_str).collect();
     assert_eq!(anchors, ["one-two", "own", "twice", "twice-1"]);
-    let links: Vec<(usize, &str)> = page.links.iter().map(|(line, link)| (*line, &**link)).collect();
+    let links: Vec<(usize, &str)> = page.links.iter().map(|link| (link.line, &*link.target)).collect();
     assert_eq!(links, [(10, "y.md#z"), (18, "i.svg"), (18, "r.md")]);
 }
 
@@ -208,4 +251,38 @@ fn broken_links_are_reported() {
     for (link, want) in faults {
         assert_eq!(fault(link).as_deref(), Some(want), "{link}");
     }
+}
+
+#[test]
+fn link_from_a_function_name_needs_the_function() {
+    let named = |text: &str| {
+        let page = Page::read(text);
+        named_function(&page.links[0]).map(|(function, file)| (function.to_owned(), file.to_owned()))
+    };
+    assert_eq!(
+        named("[`a_b2`](../x.rs) `c`"),
+        Some(("a_b2".to_owned(), "../x.rs".to_owned()))
+    );
+    assert_eq!(named("`c` [text](x.rs) `c`"), None);
+    assert_eq!(named("[`x.rs`](x.rs)"), None);
+    assert_eq!(named("[`a_b2`](x.md)"), None);
+    let source = "async fn a_b2(x: u8) {}\nfn generic<T>() {}\n// b2";
+    let found = ["a_b2", "generic", "b2", "a_b"].map(|name| has_function(source, name));
+    assert_eq!(found, [true, true, false, false]);
+}
+
+/// docs/predecessor.md: 28 defects of correctness and 11 of trust.
+#[test]
+fn every_defect_of_the_predecessor_names_a_test() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/predecessor.md");
+    let text = fs::read_to_string(path).unwrap();
+    let rows = text.lines().filter_map(|line| {
+        let (id, row) = line.strip_prefix("| ")?.split_once(" | ")?;
+        let names_a_test = Page::read(row).links.iter().any(|link| named_function(link).is_some());
+        names_a_test.then(|| id.to_owned())
+    });
+    let want = (1..=28)
+        .map(|n| format!("W{n}"))
+        .chain((1..=11).map(|n| format!("T{n}")));
+    assert_eq!(rows.collect::<Vec<_>>(), want.collect::<Vec<_>>());
 }
