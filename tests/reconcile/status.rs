@@ -1,9 +1,14 @@
 //! Tests parts of a ClusterMesh's status: tunnels that are down and nodes without enforcement, which the agents' Node
 //! annotations report, and the anchors of anchored networks.
 
-use clustermesh_api::{annotations, names};
+use clustermesh_api::{annotations, names, versions::VERSIONS};
 use clustermesh_lab::{NAMESPACE, wait_until};
 use clustermesh_tests::test_env::{EVENTS, LATER, SOON, TestEnv};
+use k8s_openapi::api::core::v1::Node;
+use kube::{
+    Api,
+    api::{Patch, PatchParams},
+};
 use serde_json::json;
 
 use crate::writes;
@@ -146,6 +151,56 @@ async fn nodes_without_enforcement_are_named_until_enforced() {
             events.lines().any(|line| line.starts_with(reason)),
             "{reason}: {events}"
         );
+    }
+    versions_that_do_not_match_are_named(&env).await;
+}
+
+/// Only an agent whose reports the controller does not understand makes the condition False.
+async fn versions_that_do_not_match_are_named(env: &TestEnv) {
+    env.until_condition("VersionsCompatible", "True/Compatible", SOON).await;
+    let report = async |version: &str| {
+        let agent = json!({"version": version, "mode": "full", "mtu": 1420}).to_string();
+        env.annotate("tenant-a", "tenant-a-1", names::NODE_AGENT, Some(&agent))
+            .await;
+    };
+    let own = env!("CARGO_PKG_VERSION");
+    report("0.0.9").await;
+    let message = env
+        .until_condition("VersionsCompatible", "False/AgentTooOld", SOON)
+        .await;
+    let oldest = VERSIONS.agent.oldest;
+    assert_eq!(
+        message,
+        format!(
+            "wg-agent on Node tenant-a-1 of cluster \"tenant-a\" has version 0.0.9, and the controller {own} works with {oldest} or \
+             newer: apply deploy/agent.yaml of {own} there"
+        )
+    );
+    env.until_condition("Ready", "True/Meshed", SOON).await;
+    wait_until("an Event about the agent", SOON, async || {
+        let events = env.hub().kubectl(EVENTS).await.unwrap().stdout;
+        match events.lines().any(|line| line.starts_with("AgentTooOld")) {
+            true => Ok(()),
+            false => Err(events),
+        }
+    })
+    .await
+    .unwrap();
+    report("99.0.0").await;
+    let message = env.until_condition("VersionsCompatible", "True/AgentNewer", SOON).await;
+    assert!(message.contains("Node tenant-a-1"), "{message}");
+    report(own).await;
+    env.until_condition("VersionsCompatible", "True/Compatible", SOON).await;
+
+    let nodes: Api<Node> = Api::all(env.client("tenant-a").await);
+    for (kernel, want) in [
+        ("4.19.0-27-amd64", "True/NotTested"),
+        ("6.12.117+deb12-amd64", "True/Compatible"),
+    ] {
+        let status = Patch::Merge(json!({"status": {"nodeInfo": {"kernelVersion": kernel}}}));
+        let params = PatchParams::default();
+        nodes.patch_status("tenant-a-2", &params, &status).await.unwrap();
+        env.until_condition("VersionsCompatible", want, SOON).await;
     }
 }
 

@@ -37,3 +37,4 @@ pub mod policy;
 pub mod revision;
 pub mod sandbox;
 mod schema;
+pub mod versions;

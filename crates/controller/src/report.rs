@@ -9,6 +9,7 @@ use clustermesh_api::{
         AgentCounts, AnchoredNetwork, BrokenLink, ClusterMesh, ClusterMeshStatus, ClusterStatus, EgressStatus,
         KubeconfigSecretRef, RemovedCluster, ServiceRef, SkippedNode, UncoveredNetwork,
     },
+    versions::VERSIONS,
 };
 use clustermesh_core::{
     enforcement,
@@ -17,6 +18,7 @@ use clustermesh_core::{
     pending::PendingRevocation,
     plan::MeshPlan,
     status::{self, Condition},
+    versions,
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1 as meta;
 
@@ -49,6 +51,8 @@ pub(crate) struct MemberDetails {
     pub(crate) agents: Option<AgentCounts>,
     /// The nodes on which PeerPolicies are not enforced.
     pub(crate) unenforced: enforcement::Unenforced,
+    /// The versions that the member reports.
+    pub(crate) versions: versions::MemberVersions,
     /// The time of the last pass in which an object of the mesh in the member differed from the plan. If no object has differed since
     /// this process started: the time in the previous status, or, without one, the time of the first pass that found all objects as
     /// planned. `None` = not known yet.
@@ -148,6 +152,10 @@ pub(crate) fn build_report(input: &ReportInput<'_>) -> Report {
             let members = input.details.iter();
             let members = members.map(|(entry, details)| (entry.clone(), details.unenforced.clone()));
             conditions.push(enforcement::condition(&members.collect(), input.pending));
+            let members = input.details.iter();
+            let members = members.map(|(entry, details)| (entry.clone(), details.versions.clone()));
+            let own = env!("CARGO_PKG_VERSION");
+            conditions.push(versions::condition(&members.collect(), own, &VERSIONS.supported()));
             conditions
         }
     };
@@ -314,7 +322,7 @@ fn notices(input: &ReportInput<'_>, conditions: &[Condition]) -> Vec<Notice> {
             {
                 true
             }
-            "EgressResolved" | "PolicyEnforced" if !condition.status => true,
+            "EgressResolved" | "PolicyEnforced" | "VersionsCompatible" if !condition.status => true,
             _ => continue,
         };
         notices.push(Notice {

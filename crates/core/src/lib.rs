@@ -110,3 +110,4 @@ pub mod ownership;
 pub mod pending;
 pub mod plan;
 pub mod status;
+pub mod versions;

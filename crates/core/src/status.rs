@@ -11,7 +11,7 @@ use crate::{
 /// One condition, without `lastTransitionTime`, which the writer of the status adds.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Condition {
-    /// `Ready`, `NetworksOverlap`, `Degraded`, `PolicyEnforced`, `EgressResolved` or `Paused`.
+    /// `Ready`, `NetworksOverlap`, `Degraded`, `PolicyEnforced`, `EgressResolved`, `VersionsCompatible` or `Paused`.
     pub kind: &'static str,
     /// `True` or `False`.
     pub status: bool,
@@ -21,7 +21,8 @@ pub struct Condition {
     pub message: String,
 }
 
-/// Derives the conditions of a mesh, except `PolicyEnforced` ([`crate::enforcement::condition`]).
+/// Derives the conditions of a mesh, except `PolicyEnforced` ([`crate::enforcement::condition`]) and `VersionsCompatible`
+/// ([`crate::versions::condition`]).
 ///
 /// - `unwritten`: members, by entry name, into which something could not be written, with the reason.
 /// - `leftovers`: clusters that were removed from the spec, with the reason why the mesh's objects there are not deleted yet.
@@ -368,7 +369,7 @@ fn egress_condition(plan: &MeshPlan) -> Condition {
 }
 
 /// Joins the first five messages and counts the others, because the API server limits a condition's message to 32 KiB.
-fn join_first_five<'a>(messages: impl Iterator<Item = &'a String>) -> String {
+pub(crate) fn join_first_five<'a>(messages: impl Iterator<Item = &'a String>) -> String {
     let all: Vec<&str> = messages.map(String::as_str).collect();
     let shown = all.len().min(5);
     let mut text = all[..shown].join("; ");

@@ -7,6 +7,9 @@ use std::{
     process::{Command, Stdio},
 };
 
+use clustermesh_api::versions::VERSIONS;
+use clustermesh_core::versions::Version;
+
 mod host;
 
 pub use host::HostSetup;
@@ -36,8 +39,15 @@ pub enum Missing {
     )]
     NetAdmin,
     /// The program nft cannot be run.
-    #[error("the program nft cannot be run ({0}): install nftables 1.0 or newer on the node or in the image")]
+    #[error("the program nft cannot be run ({0}): install nftables {oldest} or newer on the node or in the image", oldest = VERSIONS.nft.oldest)]
     Nft(String),
+    /// The program nft is so old that it refuses the agent's table.
+    #[error(
+        "nft {0} refuses the agent's table: install nftables {oldest} or newer on the node, or use the agent's image, which contains \
+         it",
+        oldest = VERSIONS.nft.oldest
+    )]
+    NftTooOld(Version),
 }
 
 /// CAP_NET_ADMIN (capability.h).
@@ -57,7 +67,9 @@ pub fn check(backend: Backend) -> Vec<Missing> {
     let admin = (!admin).then_some(Missing::NetAdmin);
     let nft = Command::new("nft").arg("--version").stdin(Stdio::null()).output();
     let nft = match nft {
-        Ok(output) if output.status.success() => None,
+        Ok(output) if output.status.success() => {
+            find_refused_nft(&String::from_utf8_lossy(&output.stdout)).map(Missing::NftTooOld)
+        }
         Ok(output) => Some(Missing::Nft(output.status.to_string())),
         Err(error) => Some(Missing::Nft(error.to_string())),
     };
@@ -112,6 +124,16 @@ pub async fn run(kubeconfig: Option<&Path>) -> anyhow::Result<()> {
     anyhow::bail!("this node is not ready for wg-agent:\n{}", bullet_list(&problems))
 }
 
+/// The version in the output of `nft --version`, if it is known not to work.
+fn find_refused_nft(output: &str) -> Option<Version> {
+    let version = output.split_whitespace().find_map(Version::parse)?;
+    VERSIONS
+        .nft
+        .refused
+        .is_some_and(|refused| version <= refused)
+        .then_some(version)
+}
+
 /// Whether a capability is effective (proc_pid_status(5), `CapEff`).
 fn has_capability(status: &str, capability: u32) -> bool {
     let line = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
@@ -122,6 +144,23 @@ fn has_capability(status: &str, capability: u32) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn only_versions_of_nft_that_do_not_work_are_refused() {
+        for (output, refused) in [
+            ("nftables v0.9.8 (E.D.S.)\n", Some(Version(0, 9, 8))),
+            ("nftables v1.0.2 (Lester Gooch)\n", Some(Version(1, 0, 2))),
+            ("nftables v1.0.6 (Lester Gooch #5)\n", None),
+            ("nftables v1.1.3 (Commodore Bullmoose #4)\n", None),
+            ("unknown", None),
+        ] {
+            assert_eq!(find_refused_nft(output), refused, "{output}");
+        }
+        assert_eq!(
+            Missing::NftTooOld(Version(1, 0, 2)).to_string(),
+            "nft 1.0.2 refuses the agent's table: install nftables 1.0.6 or newer on the node, or use the agent's image, which contains it"
+        );
+    }
 
     #[test]
     fn capability_is_read_from_the_effective_set() {

@@ -14,6 +14,7 @@ mod links;
 mod manifests;
 mod test;
 mod threats;
+mod versions;
 mod vm;
 
 use std::{ffi::OsString, os::unix::process::CommandExt};
@@ -58,6 +59,8 @@ enum Command {
     Manifests(GeneratedArgs),
     /// Write docs/threats-index.md from the tags in the tests.
     Threats(GeneratedArgs),
+    /// Write docs/versions.md from the supported versions.
+    Versions(GeneratedArgs),
     /// Check the dependencies: imports against ARCHITECTURE.md, licences, and crates in several versions.
     Deps,
 }
@@ -83,6 +86,7 @@ fn main() -> anyhow::Result<()> {
         Command::Crds(GeneratedArgs { check }) => crds::run(check),
         Command::Manifests(GeneratedArgs { check }) => manifests::run(check),
         Command::Threats(GeneratedArgs { check }) => threats::run(check),
+        Command::Versions(GeneratedArgs { check }) => versions::run(check),
         Command::Deps => deps::run(),
     }
 }

@@ -19,7 +19,7 @@ pub struct ClusterMeshStatus {
     /// `metadata.generation` of the spec that this status describes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub observed_generation: Option<i64>,
-    /// Ready, NetworksOverlap, Degraded, PolicyEnforced, EgressResolved, Paused. VersionsCompatible is not written yet.
+    /// Ready, NetworksOverlap, Degraded, PolicyEnforced, EgressResolved, VersionsCompatible, Paused.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 32))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["type".into()]))]

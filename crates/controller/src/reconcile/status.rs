@@ -21,6 +21,7 @@ use clustermesh_core::{
     ownership::{self, Ownership},
     pending::find_pending,
     plan::{ClusterReport, MeshPlan},
+    versions::MemberVersions,
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
@@ -277,6 +278,11 @@ impl Reconciler {
                         outdated,
                         gateways,
                         ..unenforced
+                    },
+                    versions: MemberVersions {
+                        kubernetes: member.session.version(),
+                        lacks_policies: seen.is_some_and(|seen| seen.policies.is_none()),
+                        nodes: feeds.versions(),
                     },
                     last_sync: self.reports.synced.get(&key).cloned(),
                 },

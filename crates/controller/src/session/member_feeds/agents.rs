@@ -13,6 +13,7 @@ use clustermesh_core::{
     links::Tunnels,
     mesh::MeshId,
     observe::{Claim, Node, ObservedPolicy, Server},
+    versions::NodeVersions,
 };
 use k8s_openapi::api::core::v1 as core_v1;
 use kube::api::DynamicObject;
@@ -27,6 +28,8 @@ pub(super) struct NodeRow {
     pub(super) node: Node,
     /// Version of the agent.
     agent_version: Option<String>,
+    /// Release of the kernel. Empty = not reported.
+    kernel: String,
     /// Why packets bypass the PeerPolicies on the node. Empty = the agent reports no bypass.
     bypass_reason: String,
     /// The numbers of tunnels (up, down, total) to each member to which at least one tunnel of the node is down; the agent reports no
@@ -65,8 +68,15 @@ impl NodeRow {
                 .map(|agent| truncate(&agent.policy_revision, 64))
                 .unwrap_or_default(),
             agent_version: agent.map(|agent| agent.version),
+            kernel: node_info(node)
+                .map(|info| truncate(&info.kernel_version, 64))
+                .unwrap_or_default(),
         }
     }
+}
+
+fn node_info(node: &core_v1::Node) -> Option<&core_v1::NodeSystemInfo> {
+    node.status.as_ref()?.node_info.as_ref()
 }
 
 impl MemberFeeds {
@@ -90,6 +100,24 @@ impl MemberFeeds {
             }
         });
         counts
+    }
+
+    /// Returns the versions of wg-agent and of the kernel, by node with wg-agent. As in [`Self::links`], nodes that are not Ready or are
+    /// being deleted are ignored.
+    pub(crate) fn versions(&self) -> BTreeMap<String, NodeVersions> {
+        self.nodes.read(|rows| {
+            let ready = rows
+                .iter()
+                .filter(|(_, row)| row.value.node.ready && !row.value.node.deleting);
+            let with_agent = ready.filter_map(|(name, row)| {
+                let versions = NodeVersions {
+                    agent: row.value.agent_version.clone()?,
+                    kernel: row.value.kernel.clone(),
+                };
+                Some((truncate(&name.name, 253), versions))
+            });
+            with_agent.collect()
+        })
     }
 
     /// Returns, for each node whose report has links, the numbers of its tunnels (up, down, total) to each member of `mesh` that the
