@@ -15,8 +15,8 @@ use crate::schema;
 mod status;
 
 pub use status::{
-    AgentCounts, AnchoredNetwork, BrokenLink, ClusterMeshStatus, ClusterStatus, EgressStatus, RemovedCluster,
-    SkippedNode, UncoveredNetwork,
+    AgentCounts, AnchoredNetwork, BrokenLink, ClusterMeshStatus, ClusterStatus, EgressStatus, MeshProblem,
+    RemovedCluster, SkippedNode, UncoveredNetwork,
 };
 
 /// The desired connections between clusters.

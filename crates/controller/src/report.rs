@@ -7,7 +7,7 @@ use clustermesh_api::{
     convert::Finding,
     mesh::{
         AgentCounts, AnchoredNetwork, BrokenLink, ClusterMesh, ClusterMeshStatus, ClusterStatus, EgressStatus,
-        KubeconfigSecretRef, RemovedCluster, ServiceRef, SkippedNode, UncoveredNetwork,
+        KubeconfigSecretRef, MeshProblem, RemovedCluster, ServiceRef, SkippedNode, UncoveredNetwork,
     },
     versions::VERSIONS,
 };
@@ -17,7 +17,7 @@ use clustermesh_core::{
     mesh::Mesh,
     pending::PendingRevocation,
     plan::MeshPlan,
-    status::{self, Condition},
+    status::{self, Cause, Condition},
     versions,
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1 as meta;
@@ -33,6 +33,8 @@ const MAX_REMOVED: usize = 64;
 const MAX_ANCHORED: usize = 64;
 /// The status lists at most this many grants. The CRD has the same limit.
 const MAX_EGRESS: usize = 1024;
+/// The status lists at most this many problems. The CRD has the same limit.
+const MAX_PROBLEMS: usize = 256;
 /// The longest message of a row in the status. The CRD has the same limit.
 const MAX_MESSAGE: usize = 1024;
 /// The longest message of a condition. Kubernetes has the same limit.
@@ -87,9 +89,11 @@ pub(crate) struct ReportInput<'a> {
 /// The report of one mesh.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Report {
-    /// The status without its conditions.
+    /// The status without its conditions and problems.
     status: ClusterMeshStatus,
     conditions: Vec<Condition>,
+    /// The causes of the conditions, the worst first.
+    causes: Vec<Cause>,
     /// The states whose changes are published as Events.
     pub(crate) notices: Vec<Notice>,
 }
@@ -101,11 +105,13 @@ impl Report {
         Self {
             status: ClusterMeshStatus::default(),
             conditions,
+            causes: vec![],
             notices,
         }
     }
 
-    /// Returns the status that replaces `before`. A condition whose `status` did not change keeps its `lastTransitionTime`.
+    /// Returns the status that replaces `before`. A condition whose `status` did not change keeps its `lastTransitionTime`, and
+    /// a problem that was listed before its `since`.
     pub(crate) fn status(&self, before: Option<&ClusterMeshStatus>, now: &meta::Time) -> ClusterMeshStatus {
         let conditions = self.conditions.iter().map(|condition| {
             let status = if condition.status { "True" } else { "False" };
@@ -120,43 +126,79 @@ impl Report {
                 last_transition_time: unchanged.map_or_else(|| now.clone(), |b| b.last_transition_time.clone()),
             }
         });
+        let before = before.map_or(&[][..], |before| &before.problems);
+        let causes = self.causes.iter().take(MAX_PROBLEMS);
         ClusterMeshStatus {
             conditions: conditions.collect(),
+            problems: causes.map(|cause| problem(cause, before, now)).collect(),
             ..self.status.clone()
         }
+    }
+}
+
+/// Makes the row of a cause. If `before` lists the same problem, its `since` is kept.
+fn problem(cause: &Cause, before: &[MeshProblem], now: &meta::Time) -> MeshProblem {
+    let row = MeshProblem {
+        condition: cause.kind.to_owned(),
+        reason: cause.reason.to_owned(),
+        cluster: cause.cluster.clone(),
+        to: cause.to.clone(),
+        since: now.clone(),
+        message: truncate(&cause.message, MAX_MESSAGE),
+    };
+    let is_same = |before: &&MeshProblem| {
+        (&before.condition, &before.reason, &before.cluster, &before.to)
+            == (&row.condition, &row.reason, &row.cluster, &row.to)
+    };
+    // A member may have several problems with one reason. Their messages tell them apart, unless these have changed.
+    let mut same = before.iter().filter(is_same);
+    let same = same
+        .clone()
+        .find(|before| before.message == row.message)
+        .or_else(|| same.next());
+    MeshProblem {
+        since: same.map_or(row.since, |before| before.since.clone()),
+        ..row
     }
 }
 
 /// Builds the report of one mesh.
 pub(crate) fn build_report(input: &ReportInput<'_>) -> Report {
     // A mesh that is being deleted reports its progress, even if its spec is refused.
-    let conditions = match input.refused.filter(|_| !input.plan.deleting) {
+    let (conditions, causes) = match input.refused.filter(|_| !input.plan.deleting) {
         Some((reason, message)) => {
-            vec![Condition {
+            let condition = Condition {
                 kind: "Ready",
                 status: false,
                 reason,
                 message: message.clone(),
-            }]
+            };
+            (vec![condition], vec![Cause::of_mesh("Ready", reason, message.clone())])
         }
         None => {
             let leftovers = input.removed.iter();
             let leftovers = leftovers.filter_map(|removed| Some((removed.row.name.clone(), removed.problem.clone()?)));
-            let mut conditions = status::conditions(
+            let causes = status::causes(
                 input.plan,
                 input.unwritten,
                 &leftovers.collect(),
                 input.broken,
                 input.outstanding,
             );
+            let mut conditions = status::conditions_from(input.plan, &causes);
             let members = input.details.iter();
             let members = members.map(|(entry, details)| (entry.clone(), details.unenforced.clone()));
-            conditions.push(enforcement::condition(&members.collect(), input.pending));
+            let unenforced = enforcement::causes(&members.collect(), input.pending);
+            conditions.push(enforcement::condition(&unenforced));
             let members = input.details.iter();
             let members = members.map(|(entry, details)| (entry.clone(), details.versions.clone()));
             let own = env!("CARGO_PKG_VERSION");
             conditions.push(versions::condition(&members.collect(), own, &VERSIONS.supported()));
-            conditions
+            let (ready, others): (Vec<Cause>, Vec<Cause>) = causes.into_iter().partition(|cause| cause.kind == "Ready");
+            // Refused networks are a cause of two conditions, and listed for the first one.
+            let is_listed = |cause: &Cause| ready.iter().any(|ready| ready.message == cause.message);
+            let others: Vec<Cause> = others.into_iter().filter(|cause| !is_listed(cause)).collect();
+            (conditions, [ready, unenforced, others].concat())
         }
     };
     let notices = notices(input, &conditions);
@@ -166,6 +208,7 @@ pub(crate) fn build_report(input: &ReportInput<'_>) -> Report {
         ClusterMeshStatus {
             observed_generation,
             conditions: vec![],
+            problems: vec![],
             removed_clusters: removed_rows(input),
             ..input.object.status.clone().unwrap_or_default()
         }
@@ -179,6 +222,7 @@ pub(crate) fn build_report(input: &ReportInput<'_>) -> Report {
         ClusterMeshStatus {
             observed_generation,
             conditions: vec![],
+            problems: vec![],
             members: Some(format!("{fresh}/{}", entries.len())),
             registered_peers: Some(to_i64(registered)),
             clusters: entries.iter().map(|entry| cluster_row(input, &entry.name)).collect(),
@@ -190,6 +234,7 @@ pub(crate) fn build_report(input: &ReportInput<'_>) -> Report {
     Report {
         status,
         conditions,
+        causes,
         notices,
     }
 }
@@ -377,71 +422,4 @@ fn to_i64(number: usize) -> i64 {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn condition(kind: &'static str, status: bool) -> Condition {
-        Condition {
-            kind,
-            status,
-            reason: "AnyReason",
-            message: String::new(),
-        }
-    }
-
-    #[test]
-    fn condition_without_change_keeps_its_transition_time() {
-        let time = |second| meta::Time(k8s_openapi::jiff::Timestamp::from_second(second).expect("a time"));
-        let report = |conditions| Report::with(conditions, vec![]);
-        let first = report(vec![condition("Ready", false), condition("Degraded", true)]).status(None, &time(1));
-        let second = report(vec![condition("Ready", true), condition("Degraded", true)]).status(Some(&first), &time(2));
-        let times: Vec<_> = second
-            .conditions
-            .iter()
-            .map(|c| (&*c.type_, &*c.status, c.last_transition_time.clone()))
-            .collect();
-        assert_eq!(times, [("Ready", "True", time(2)), ("Degraded", "True", time(1))]);
-    }
-
-    /// After a restart, the status is the only source of these values while the member does not answer.
-    #[test]
-    fn row_of_a_member_not_observed_yet_keeps_its_values() {
-        let row = serde_json::json!({
-            "name": "a", "uid": "u", "lastSync": "2026-01-01T00:00:00Z", "kubernetesVersion": "v1.36.3", "reachable": false,
-            "agents": {"total": 2, "full": 2},
-        });
-        let object: ClusterMesh = serde_json::from_value(serde_json::json!({
-            "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "ClusterMesh", "metadata": {"name": "m", "namespace": "ns"},
-            "spec": {"clusters": []}, "status": {"clusters": [row]},
-        }))
-        .expect("a ClusterMesh");
-        let (plan, none, details) = (MeshPlan::default(), BTreeMap::new(), BTreeMap::new());
-        let mesh = Mesh {
-            id: clustermesh_core::mesh::MeshId {
-                namespace: "ns".into(),
-                name: "m".into(),
-            },
-            created: 0,
-            paused: false,
-            deleting: false,
-            adopt_hub: None,
-            clusters: vec![],
-            accepted: BTreeMap::new(),
-        };
-        let input = ReportInput {
-            object: &object,
-            mesh: &mesh,
-            plan: &plan,
-            refused: None,
-            warnings: &[],
-            unwritten: &none,
-            removed: &[],
-            outstanding: &BTreeMap::new(),
-            details: &details,
-            broken: &[],
-            pending: &BTreeSet::new(),
-        };
-        let before = object.status.clone().expect("a status").clusters.remove(0);
-        assert_eq!(cluster_row(&input, "a"), before);
-    }
-}
+mod tests;

@@ -7,7 +7,14 @@ use std::{
     time::Duration,
 };
 
-use crate::{observe::Member, pending::PendingRevocation, status::Condition};
+use crate::{
+    observe::Member,
+    pending::PendingRevocation,
+    status::{Cause, Condition},
+};
+
+/// The type of the condition.
+const POLICY_ENFORCED: &str = "PolicyEnforced";
 
 /// The condition reason for nodes on which packets bypass the PeerPolicies.
 pub const DATAPATH_BYPASSED: &str = "DatapathBypassed";
@@ -85,104 +92,109 @@ pub fn outdated_accesses(member: &Member) -> BTreeMap<String, String> {
 /// How many nodes, gateways or pending revocations a message lists.
 const MAX_LISTED: usize = 10;
 
-/// Builds the condition `PolicyEnforced`. `members` = the nodes and gateways that do not enforce policies, by entry name. `pending` = the
-/// revocations that are not yet in effect.
+/// Finds why policies are not enforced, the most urgent first. `members` = the nodes and gateways that do not enforce policies, by entry
+/// name. `pending` = the revocations that are not yet in effect.
 #[must_use]
-pub fn condition(members: &BTreeMap<String, Unenforced>, pending: &BTreeSet<PendingRevocation>) -> Condition {
+pub fn causes(members: &BTreeMap<String, Unenforced>, pending: &BTreeSet<PendingRevocation>) -> Vec<Cause> {
+    let cause = |reason, cluster: &str, message| Cause::of_member(POLICY_ENFORCED, reason, cluster, message);
+    // Quarantines come first, because they are more urgent than other revocations.
+    let (quarantines, others): (Vec<_>, Vec<_>) = pending.iter().partition(|pending| pending.quarantine);
+    let pending = quarantines.into_iter().chain(others);
+    let mut found: Vec<Cause> = pending
+        .map(|pending| cause(pending.reason(), &pending.target, pending.message()))
+        .collect();
     let without_netfilter = members
         .iter()
         .filter(|(_, member)| !member.without_netfilter.is_empty());
     let without_netfilter = without_netfilter.map(|(cluster, member)| {
         let reasons: BTreeSet<&str> = member.without_netfilter.values().map(String::as_str).collect();
         let reasons: Vec<&str> = reasons.into_iter().take(3).collect();
-        format!(
+        let message = format!(
             "on {} of cluster {cluster:?} the CNI forwards packets of pods without netfilter ({:?}): PeerPolicies do not apply to \
              them, and pods there may fail to reach the mesh. Set enable-host-legacy-routing to \"true\" and datapath-mode to \"veth\" in \
              kube-system/cilium-config there (Helm: bpf.hostLegacyRouting=true) and restart Cilium",
             list_nodes(member.without_netfilter.keys()),
             reasons.join("; "),
-        )
+        );
+        cause(DATAPATH_BYPASSED, cluster, message)
     });
     let ipvs = members.iter().filter(|(_, member)| !member.ipvs.is_empty());
     let ipvs = ipvs.map(|(cluster, member)| {
-        format!(
+        let message = format!(
             "on {} of cluster {cluster:?} kube-proxy in mode ipvs translates packets for Services after the PeerPolicies, so \
              these do not apply to their final destinations: {IPVS_REMEDY}",
             list_nodes(member.ipvs.iter())
-        )
+        );
+        cause(DATAPATH_BYPASSED, cluster, message)
     });
-    let bypassed = without_netfilter.chain(ipvs);
     let outdated = members.iter().filter(|(_, member)| !member.outdated.is_empty());
     let outdated = outdated.map(|(cluster, member)| {
-        format!(
+        let message = format!(
             "on {} of cluster {cluster:?} wg-agent has reported an outdated revision of the PeerPolicies for {} s or longer: it is \
              dead, or cannot read them or write its table. Access that was revoked since then may still be open there. See the log \
              of its pod there, and `wg-agent status` on the node",
             list_nodes(member.outdated.iter()),
             GRACE.as_secs(),
-        )
+        );
+        cause("PolicyOutdated", cluster, message)
     });
     let gateways = members.iter().filter(|(_, member)| !member.gateways.is_empty());
     let gateways = gateways.map(|(cluster, member)| {
-        format!(
+        let message = format!(
             "gateway {} of cluster {cluster:?} has not applied the SandboxAccesses there for {} s or longer: grants that were revoked \
              since then may still work through it until its --grant-timeout. See the log of that pod, and its SandboxGateway",
             list(member.gateways.iter()),
             GRACE.as_secs(),
-        )
+        );
+        cause("PolicyOutdated", cluster, message)
     });
     let without_agent = members.iter().filter(|(_, member)| !member.without_agent.is_empty());
     let without_agent = without_agent.map(|(cluster, member)| {
-        format!(
+        let message = format!(
             "on {} of cluster {cluster:?} kg runs without wg-agent and accepts all packets from its Peers: run wg-agent there with \
              --mode=policy",
             list_nodes(member.without_agent.iter())
-        )
+        );
+        cause("NoAgent", cluster, message)
     });
-    let (bypassed, without_agent): (Vec<String>, Vec<String>) = (bypassed.collect(), without_agent.collect());
-    let outdated: Vec<String> = outdated.chain(gateways).collect();
-    // Quarantines come first, because they are more urgent than other revocations.
-    let mut pending: Vec<&PendingRevocation> = pending.iter().collect();
-    pending.sort_by_key(|pending| !pending.quarantine);
-    let pending_messages = pending_messages(&pending);
-    let reasons_by_urgency = [
-        (&outdated, "PolicyOutdated"),
-        (&bypassed, DATAPATH_BYPASSED),
-        (&without_agent, "NoAgent"),
-    ];
-    let reason_of_reports = reasons_by_urgency
-        .into_iter()
-        .find(|(messages, _)| !messages.is_empty())
-        .map(|(_, reason)| reason);
-    let Some(reason) = pending.first().map(|pending| pending.reason()).or(reason_of_reports) else {
+    found.extend(
+        outdated
+            .chain(gateways)
+            .chain(without_netfilter)
+            .chain(ipvs)
+            .chain(without_agent),
+    );
+    found
+}
+
+/// Builds the condition `PolicyEnforced` from the result of [`causes`]. Of pending revocations, the message lists the first [`MAX_LISTED`].
+#[must_use]
+pub fn condition(causes: &[Cause]) -> Condition {
+    let Some(first) = causes.first() else {
         return Condition {
-            kind: "PolicyEnforced",
+            kind: POLICY_ENFORCED,
             status: true,
             reason: "Enforced",
             message: "no node or gateway is known that does not enforce its PeerPolicies or SandboxAccesses".to_owned(),
         };
     };
-    Condition {
-        kind: "PolicyEnforced",
-        status: false,
-        reason,
-        message: [pending_messages, outdated, bypassed, without_agent]
-            .concat()
-            .join("; "),
-    }
-}
-
-/// The messages of the first [`MAX_LISTED`] pending revocations.
-fn pending_messages(pending: &[&PendingRevocation]) -> Vec<String> {
+    let is_pending = |cause: &&Cause| ["QuarantinePending", "RevokePending"].contains(&cause.reason);
+    let (pending, reports): (Vec<&Cause>, Vec<&Cause>) = causes.iter().partition(is_pending);
     let mut messages: Vec<String> = pending
         .iter()
         .take(MAX_LISTED)
-        .map(|pending| pending.message())
+        .map(|cause| cause.message.clone())
         .collect();
     if let more @ 1.. = pending.len().saturating_sub(MAX_LISTED) {
         messages.push(format!("and {more} more"));
     }
-    messages
+    messages.extend(reports.into_iter().map(|cause| cause.message.clone()));
+    Condition {
+        kind: POLICY_ENFORCED,
+        status: false,
+        reason: first.reason,
+        message: messages.join("; "),
+    }
 }
 
 /// Lists node names: `Node a`, or `Nodes a, b and 3 more`.
@@ -223,7 +235,7 @@ mod tests {
     #[test]
     fn condition_is_true_without_reported_problems() {
         let members = [("a".to_owned(), Unenforced::default())].into();
-        let condition = condition(&members, &BTreeSet::new());
+        let condition = condition(&causes(&members, &BTreeSet::new()));
         assert_eq!(
             (condition.kind, condition.status, condition.reason),
             ("PolicyEnforced", true, "Enforced")
@@ -241,7 +253,7 @@ mod tests {
             ("b".to_owned(), without_agent.clone()),
         ];
         let members = members.into();
-        let both = condition(&members, &BTreeSet::new());
+        let both = condition(&causes(&members, &BTreeSet::new()));
         assert_eq!((both.status, both.reason), (false, "DatapathBypassed"));
         assert_eq!(
             both.message,
@@ -255,7 +267,7 @@ mod tests {
             ipvs: ["n4".to_owned()].into(),
             ..Unenforced::default()
         };
-        let ipvs = condition(&[("c".to_owned(), ipvs)].into(), &BTreeSet::new());
+        let ipvs = condition(&causes(&[("c".to_owned(), ipvs)].into(), &BTreeSet::new()));
         assert_eq!(
             (ipvs.reason, ipvs.message.as_str()),
             (
@@ -265,7 +277,7 @@ mod tests {
                  restart it, then remove the interface kube-ipvs0, which it leaves behind (`ip link delete kube-ipvs0`, or a reboot)"
             )
         );
-        let one = condition(&[("b".to_owned(), without_agent)].into(), &BTreeSet::new());
+        let one = condition(&causes(&[("b".to_owned(), without_agent)].into(), &BTreeSet::new()));
         assert_eq!((one.status, one.reason), (false, "NoAgent"));
     }
 
@@ -275,7 +287,7 @@ mod tests {
             outdated: ["w2".to_owned()].into(),
             ..without_netfilter(&["w1".to_owned()])
         };
-        let policy_enforced = condition(&[("a".to_owned(), behind)].into(), &BTreeSet::new());
+        let policy_enforced = condition(&causes(&[("a".to_owned(), behind)].into(), &BTreeSet::new()));
         assert_eq!(
             (policy_enforced.status, policy_enforced.reason),
             (false, "PolicyOutdated")
@@ -343,7 +355,7 @@ mod tests {
             gateways: ["gateways/outdated".to_owned()].into(),
             ..Unenforced::default()
         };
-        let policy_enforced = condition(&[("a".to_owned(), behind)].into(), &BTreeSet::new());
+        let policy_enforced = condition(&causes(&[("a".to_owned(), behind)].into(), &BTreeSet::new()));
         assert_eq!(
             (policy_enforced.status, policy_enforced.reason),
             (false, "PolicyOutdated")
@@ -369,7 +381,11 @@ mod tests {
     #[test]
     fn list_of_many_nodes_is_shortened() {
         let nodes: Vec<String> = (0..12).map(|n| format!("n{n:02}")).collect();
-        let message = condition(&[("a".to_owned(), without_netfilter(&nodes))].into(), &BTreeSet::new()).message;
+        let message = condition(&causes(
+            &[("a".to_owned(), without_netfilter(&nodes))].into(),
+            &BTreeSet::new(),
+        ))
+        .message;
         assert!(
             message.starts_with("on Nodes n00, n01, n02, n03, n04, n05, n06, n07, n08, n09 and 2 more of cluster"),
             "{message}"

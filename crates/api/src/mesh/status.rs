@@ -24,6 +24,11 @@ pub struct ClusterMeshStatus {
     #[schemars(length(max = 32))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["type".into()]))]
     pub conditions: Vec<Condition>,
+    /// What is wrong and since when, at most 256 problems: first those for which `Ready` is False, then those of PolicyEnforced,
+    /// NetworksOverlap, Degraded and EgressResolved. `clustermeshctl status` shows them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 256))]
+    pub problems: Vec<MeshProblem>,
     /// Number of members with a reachable API server and number of all members, such as `2/3`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 16))]
@@ -49,6 +54,32 @@ pub struct ClusterMeshStatus {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 1024))]
     pub egress: Vec<EgressStatus>,
+}
+
+/// One cause for which a condition is not in its good state.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct MeshProblem {
+    /// Type of the condition.
+    #[schemars(length(min = 1, max = 64))]
+    pub condition: String,
+    /// The cause as one word. A condition has the reason of its first cause.
+    #[schemars(length(max = 64))]
+    pub reason: String,
+    /// The member that has the problem. None = the whole mesh.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(length(max = 63))]
+    pub cluster: Option<String>,
+    /// Of tunnels that are down: the member to which they lead.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(length(max = 63))]
+    pub to: Option<String>,
+    /// When the controller first reported a problem with this condition, reason, `cluster` and `to`. It stays when the message changes.
+    pub since: Time,
+    /// What is wrong and what to do.
+    #[serde(default)]
+    #[schemars(length(max = 1024))]
+    pub message: String,
 }
 
 /// The state of one member.
