@@ -20,6 +20,26 @@ pub(crate) struct Args {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
+    /// Show what is broken, where, since when, and what to do
+    ///
+    /// Reads the ClusterMeshes of the hub, with the current context of your kubeconfig, and the controller's Lease. The states are those
+    /// that the controller reports; members are not read. Your account must be able to list ClusterMeshes (with --namespace: in that
+    /// namespace). If it may also get the Lease, the output says when no controller runs, and which replica leads.
+    ///
+    /// Prints about ten lines: counts, then the problems, the worst first. DOWN: a mesh is not Ready. OPEN: packets that a policy denies
+    /// may pass. PART: a part does not work. note: set on purpose, or harmless. Problems with the same reason are one item; --all
+    /// shows each.
+    ///
+    /// Exit code: 0 healthy (there may be notes), 1 a problem, 2 the hub cannot be read, or an error.
+    Status(StatusArgs),
+    /// Draw the members, their nodes, and the links between them by state
+    ///
+    /// Reads the same as `status`, which shows the causes. A link is up, partly up (some tunnels are down), down, unknown (the API
+    /// server of a member is not reachable, so its nodes' reports are old), or closed (a member is quarantined). Members whose profiles or
+    /// grants do not connect them have no link.
+    ///
+    /// Exit code: 0 done, 2 an error.
+    Graph(GraphArgs),
     /// Show the objects that the controller would write into every member, and why a node is left out
     ///
     /// Reads the hub, with the current context of your kubeconfig, and the hub's members. Writes nothing. In the hub, your account
@@ -139,7 +159,64 @@ pub(crate) struct VerifyArgs {
     pub(crate) output: Output,
 }
 
-/// The input of every command.
+/// The hub that `status` and `graph` read.
+#[derive(Debug, clap::Args)]
+pub(crate) struct HubArgs {
+    /// Kubeconfig with the hub's context. Default: the kubeconfig that kubectl uses
+    #[arg(long, value_name = "FILE")]
+    pub(crate) kubeconfig: Option<PathBuf>,
+
+    /// Context of the hub in the kubeconfig. Default: its current context
+    #[arg(long, value_name = "CONTEXT")]
+    pub(crate) context: Option<String>,
+
+    /// Only the ClusterMeshes of this namespace. Default: all
+    #[arg(short, long, value_name = "NAMESPACE")]
+    pub(crate) namespace: Option<String>,
+
+    /// The namespace of the controller and its Lease
+    #[arg(long, value_name = "NAMESPACE", default_value = "clustermesh")]
+    pub(crate) controller_namespace: String,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct StatusArgs {
+    #[command(flatten)]
+    pub(crate) hub: HubArgs,
+
+    /// Show every problem, with its whole message
+    #[arg(short, long)]
+    pub(crate) all: bool,
+
+    /// Show the status again whenever it changes, until Ctrl-C
+    #[arg(short, long)]
+    pub(crate) watch: bool,
+
+    /// Output format
+    #[arg(short, long, value_enum, default_value_t)]
+    pub(crate) output: Output,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct GraphArgs {
+    #[command(flatten)]
+    pub(crate) hub: HubArgs,
+
+    /// Output format
+    #[arg(short, long, value_enum, default_value_t)]
+    pub(crate) output: GraphOutput,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
+pub(crate) enum GraphOutput {
+    /// A line for each member
+    #[default]
+    Text,
+    /// A picture, for a browser
+    Svg,
+}
+
+/// The input of the commands that plan.
 #[derive(Debug, clap::Args)]
 pub(crate) struct InputArgs {
     /// ClusterMesh objects: a file, a folder (*.yaml, *.yml, *.json in it and below) or - for standard input; repeatable

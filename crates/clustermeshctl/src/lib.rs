@@ -1,4 +1,4 @@
-//! The command line for operators. It reads files or running clusters, runs the planner of `clustermesh_core`, and prints the
+//! The command line for operators. It reads the status of the hub, or files or running clusters with the planner of `clustermesh_core`, and prints the
 //! result. It writes nothing into a cluster, except the temporary Jobs of `verify`.
 //!
 //! The binary is `clustermeshctl`. It is also a kubectl plugin: `kubectl clustermesh` runs a copy or link of it in the PATH, with the
@@ -17,6 +17,7 @@ mod args;
 mod document;
 mod explain;
 mod explanation;
+mod graph;
 mod inputs;
 mod live;
 mod objects;
@@ -24,6 +25,7 @@ mod output;
 mod page;
 mod plan;
 mod problem;
+mod status;
 mod verify;
 
 use args::{Args, Command};
@@ -38,6 +40,7 @@ pub fn command() -> clap::Command {
 ///
 /// Exit codes of `plan`: 0 success, 1 error; with `--exit-code` also 2, an object would change.
 /// Exit codes of `explain`: 0 allowed, 1 denied, 2 cannot tell or error.
+/// Exit codes of `status`: 0 healthy, 1 a problem, 2 cannot tell or error. Exit codes of `graph`: 0 drawn, 2 error.
 /// Exit codes of `verify`: 0 as planned, 1 violation, 2 cannot tell or error, 3 a granted socket does not answer.
 pub fn run(
     args: impl IntoIterator<Item = impl Into<OsString> + Clone>,
@@ -45,13 +48,14 @@ pub fn run(
     stdout: &mut dyn Write,
     stderr: &mut dyn Write,
 ) -> ExitCode {
-    let stdout: &mut dyn Write = &mut output::Printable(stdout);
+    let stdout = &mut output::Printable(stdout);
     let stderr: &mut dyn Write = &mut output::Printable(stderr);
     let args: Vec<OsString> = args.into_iter().map(Into::into).collect();
-    // 1 means "denied" in `explain` and "violation" in `verify`, so their errors have another code.
+    // 1 means "denied" in `explain`, "violation" in `verify` and "a problem" in `status`, so their errors have another code.
     let failure = match args.get(1).and_then(|command| command.to_str()) {
         Some("explain") => explain::CANNOT_TELL,
         Some("verify") => verify::CANNOT_TELL,
+        Some("status" | "graph") => status::CANNOT_TELL,
         _ => 1,
     };
     let Args { command } = match Args::try_parse_from(args) {
@@ -73,6 +77,8 @@ pub fn run(
             match command {
                 Command::Plan(args) => plan::run(&args, stdin, stdout, stderr).await,
                 Command::Explain(args) => explain::run(&args, stdin, stdout, stderr).await,
+                Command::Status(args) => status::run(&args, stdout, stderr).await,
+                Command::Graph(args) => graph::run(&args, stdout, stderr).await,
                 Command::Verify(args) => verify::run(&args, stdin, stdout, stderr).await,
             }
         }),

@@ -1,6 +1,6 @@
 //! Reads running clusters once: the ClusterMeshes of the hub, and the objects of every member that they name.
 
-use std::{collections::BTreeMap, time::Duration};
+use std::{collections::BTreeMap, path::Path, time::Duration};
 
 use clustermesh_access::{hub_hosts, kubeconfig::HubHosts, memory::Account};
 use clustermesh_api::{convert, mesh::ClusterMesh};
@@ -9,7 +9,7 @@ use clustermesh_core::{
     mesh::{ClusterIdentity, Mesh},
 };
 use k8s_openapi::api::core::v1::{Namespace, Secret};
-use kube::{Api, Client};
+use kube::{Api, Client, Config};
 
 use crate::{
     args::InputArgs,
@@ -20,7 +20,7 @@ use crate::{
 
 mod list;
 
-pub(crate) use list::with_timeout;
+pub(crate) use list::{list_kind_in, with_timeout};
 
 /// Timeout of one request, such as one page of a list.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(20);
@@ -99,7 +99,7 @@ impl LiveClusters {
 
 /// Chooses one name for each cluster: the name of its first entry. If an earlier cluster has the same name, the name of the mesh is
 /// prepended: `NAMESPACE/MESH/ENTRY`.
-fn cluster_names(meshes: &[Mesh]) -> BTreeMap<ClusterIdentity, String> {
+pub(crate) fn cluster_names(meshes: &[Mesh]) -> BTreeMap<ClusterIdentity, String> {
     let mut named: Vec<(&ClusterIdentity, String)> = Vec::new();
     let mut names = BTreeMap::new();
     for mesh in meshes {
@@ -148,6 +148,21 @@ fn check_names<'n>(
 /// The memory budget, in bytes, for the responses of one member with a kubeconfig from a Secret. Another party may control such a member.
 const MEMORY_BUDGET: usize = 64 * 1024 * 1024;
 
+/// Makes the client of the hub from the user's kubeconfig.
+pub(crate) async fn open_hub(kubeconfig: Option<&Path>, context: Option<&str>) -> Result<(Client, Config), String> {
+    let config = clustermesh_access::read_own_config(kubeconfig, context).await;
+    let config = config.map_err(|error| {
+        format!(
+            "the hub's kubeconfig cannot be used: {}. Name it with --kubeconfig and --context",
+            error_chain(&error)
+        )
+    })?;
+    let client = Client::try_from(config.clone());
+    let client =
+        client.map_err(|error| format!("no client for the hub {}: {}", config.cluster_url, error_chain(&error)))?;
+    Ok((client, config))
+}
+
 struct Hub<'a> {
     args: &'a InputArgs,
     client: Client,
@@ -157,23 +172,13 @@ struct Hub<'a> {
 
 impl<'a> Hub<'a> {
     async fn open(args: &'a InputArgs) -> Result<Self, String> {
-        let config = clustermesh_access::read_own_config(args.kubeconfig.as_deref(), args.context.as_deref())
-            .await
-            .map_err(|error| {
-                format!(
-                    "the hub's kubeconfig cannot be used: {}. Name it with --kubeconfig and --context, or give files with \
-                     --filename",
-                    error_chain(&error)
-                )
-            })?;
-        let (url, hosts) = (config.cluster_url.to_string(), hub_hosts(&config));
-        let client = Client::try_from(config)
-            .map_err(|error| format!("no client for the hub {url}: {}", error_chain(&error)))?;
+        let opened = open_hub(args.kubeconfig.as_deref(), args.context.as_deref()).await;
+        let (client, config) = opened.map_err(|why| format!("{why}, or give files with --filename"))?;
         Ok(Self {
             args,
             client,
-            url,
-            hosts,
+            url: config.cluster_url.to_string(),
+            hosts: hub_hosts(&config),
         })
     }
 

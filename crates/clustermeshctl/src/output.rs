@@ -9,6 +9,13 @@ use std::io::{self, Write};
 /// a character can only be inside a string literal there. Invalid UTF-8 becomes U+FFFD.
 pub(crate) struct Printable<'a>(pub(crate) &'a mut dyn Write);
 
+impl Printable<'_> {
+    /// Clears the terminal and moves the cursor to its top.
+    pub(crate) fn clear_screen(&mut self) -> io::Result<()> {
+        self.0.write_all(b"\x1b[H\x1b[2J")
+    }
+}
+
 impl Write for Printable<'_> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         for chunk in bytes.utf8_chunks() {

@@ -33,7 +33,7 @@ mod target;
 #[cfg(test)]
 pub(crate) mod tests;
 
-pub use link::{Link, NotConnected};
+pub use link::{Link, NotConnected, decide_by_entries};
 pub use members::{MemberView, MeshMembers, members};
 pub use result::{
     ClusterReport, EgressReport, Fact, MeshPlan, Plan, PlannedAccess, PlannedPeer, PlannedPolicy, PlannedService,

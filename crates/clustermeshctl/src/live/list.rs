@@ -63,7 +63,23 @@ pub(super) async fn list_kind<T>(client: &Client, notes: &mut Vec<String>) -> Re
 where
     T: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug,
 {
-    let objects: Api<DynamicObject> = Api::all_with(client.clone(), &ApiResource::erase::<T>(&()));
+    list_kind_in(client, None, notes).await
+}
+
+/// Like [`list_kind`], in one namespace if one is given.
+pub(crate) async fn list_kind_in<T>(
+    client: &Client,
+    namespace: Option<&str>,
+    notes: &mut Vec<String>,
+) -> Result<Option<Vec<T>>, String>
+where
+    T: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug,
+{
+    let resource = ApiResource::erase::<T>(&());
+    let objects: Api<DynamicObject> = match namespace {
+        None => Api::all_with(client.clone(), &resource),
+        Some(namespace) => Api::namespaced_with(client.clone(), namespace, &resource),
+    };
     let mut page = ListParams::default().limit(PAGE_SIZE);
     let mut all = Vec::new();
     for _ in 0..MAX_PAGES {

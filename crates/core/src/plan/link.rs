@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use super::{nodes::NodeRegistry, target::MeshMember};
 use crate::{
-    mesh::{Addressing, Profile},
+    mesh::{Addressing, Cluster, Profile},
     observe::{Claim, Member, Node, Server},
 };
 
@@ -34,42 +34,46 @@ pub enum NotConnected {
     NoGrant(String),
 }
 
+/// Decides from the entries of two members how `source` is connected to `target`: by profiles and grants, without accepted networks.
+///
+/// # Errors
+/// Why the two members are not connected.
+pub fn decide_by_entries(target: &Cluster, source: &Cluster) -> Result<Link, NotConnected> {
+    if target.identity.same_cluster(&source.identity) {
+        return Err(NotConnected::SameCluster);
+    }
+    let both = [source, target];
+    if let Some(standard) = both.iter().find(|cluster| cluster.profile == Profile::Standard) {
+        return Err(NotConnected::Standard(standard.name.clone()));
+    }
+    let (link, sandbox, other) = match (source.profile, target.profile) {
+        (Profile::Sandbox, Profile::Sandbox) => return Err(NotConnected::Sandboxes),
+        (Profile::Sandbox, _) => (Link::Sandbox, source, target),
+        (_, Profile::Sandbox) => (Link::Grantor, target, source),
+        _ => return Ok(Link::Meshed),
+    };
+    let mut egress = sandbox.egress.iter();
+    if egress.any(|grant| grant.cluster == other.name) {
+        Ok(link)
+    } else {
+        Err(NotConnected::NoGrant(sandbox.name.clone()))
+    }
+}
+
 /// Decides how `source` is connected to `target`.
 ///
 /// # Errors
 /// Why the two members are not connected.
 pub(super) fn decide(target: &MeshMember<'_>, source: &MeshMember<'_>) -> Result<Link, NotConnected> {
-    if target.cluster.identity.same_cluster(&source.cluster.identity) {
-        return Err(NotConnected::SameCluster);
+    let decided = decide_by_entries(&target.cluster, &source.cluster);
+    // Only these two answers depend on the networks: neither member is standard, so one that cannot connect has no accepted network.
+    if matches!(decided, Ok(_) | Err(NotConnected::NoGrant(_))) {
+        let cannot_connect = [source, target].into_iter().find(|member| !member.can_connect);
+        if let Some(member) = cannot_connect {
+            return Err(NotConnected::NoNetworks(member.cluster.name.clone()));
+        }
     }
-    let both = [source, target];
-    let members_with = |profile| {
-        both.iter()
-            .filter(move |mesh_member| mesh_member.cluster.profile == profile)
-    };
-    if let Some(mesh_member) = members_with(Profile::Standard).next() {
-        return Err(NotConnected::Standard(mesh_member.cluster.name.clone()));
-    }
-    if members_with(Profile::Sandbox).count() == 2 {
-        return Err(NotConnected::Sandboxes);
-    }
-    // Neither is standard, so a member that cannot connect has no accepted network.
-    if let Some(mesh_member) = both.iter().find(|mesh_member| !mesh_member.can_connect) {
-        return Err(NotConnected::NoNetworks(mesh_member.cluster.name.clone()));
-    }
-    let (link, sandbox, other) = if source.cluster.profile == Profile::Sandbox {
-        (Link::Sandbox, source, target)
-    } else if target.cluster.profile == Profile::Sandbox {
-        (Link::Grantor, target, source)
-    } else {
-        return Ok(Link::Meshed);
-    };
-    let mut egress = sandbox.cluster.egress.iter();
-    if egress.any(|grant| grant.cluster == other.cluster.name) {
-        Ok(link)
-    } else {
-        Err(NotConnected::NoGrant(sandbox.cluster.name.clone()))
-    }
+    decided
 }
 
 /// Whether `importer` uses gateways to reach the Services of `exporter` that are in the importer's egress: the importer is a sandbox, or

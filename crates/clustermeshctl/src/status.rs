@@ -1,0 +1,101 @@
+//! `clustermeshctl status`: shows what is broken, where, since when, and what to do. Everything comes from the status of the hub's
+//! ClusterMeshes, which the controller writes; only the controller itself is checked in addition, by its Lease.
+
+use std::{
+    io::{IsTerminal, Write},
+    time::Duration,
+};
+
+use crate::{
+    args::{Output, StatusArgs},
+    output::Printable,
+    plan::print,
+    problem::Problem,
+};
+
+mod remedy;
+mod report;
+pub(crate) mod snapshot;
+pub(crate) mod table;
+
+use report::Report;
+pub(crate) use report::full_name;
+use snapshot::{HubReader, Snapshot};
+
+#[cfg(test)]
+pub(crate) mod fixture;
+#[cfg(test)]
+mod tests;
+
+/// The exit code if the hub cannot be read, also for errors.
+pub(crate) const CANNOT_TELL: u8 = 2;
+
+/// How often `--watch` reads the hub.
+const POLL_INTERVAL: Duration = Duration::from_secs(2);
+
+/// Runs the command. Exit code: 0 = every mesh is healthy, 1 = one has a problem. Notes go to `stderr`.
+///
+/// # Errors
+/// The hub cannot be read.
+pub(crate) async fn run(
+    args: &StatusArgs,
+    stdout: &mut Printable<'_>,
+    stderr: &mut dyn Write,
+) -> Result<u8, Vec<Problem>> {
+    let hub = HubReader::open(&args.hub).await?;
+    let snapshot = hub.read().await?;
+    for note in &snapshot.notes {
+        let _ = writeln!(stderr, "{note}");
+    }
+    let (mut code, mut shown) = show(&snapshot, args)?;
+    if !args.watch {
+        print(stdout, &shown)?;
+        return Ok(code);
+    }
+    redraw(stdout, &shown)?;
+    loop {
+        tokio::select! {
+            _ = tokio::signal::ctrl_c() => return Ok(code),
+            () = tokio::time::sleep(POLL_INTERVAL) => {}
+        }
+        // The hub may be away for a moment. The last state stays on the screen, below the error.
+        let read = async { show(&hub.read().await?, args) };
+        let text = match read.await {
+            Ok((new_code, text)) => {
+                code = new_code;
+                text
+            }
+            Err(problems) => {
+                code = CANNOT_TELL;
+                let lines: Vec<String> = problems.iter().map(|problem| format!("error: {problem}\n")).collect();
+                lines.concat()
+            }
+        };
+        if text != shown {
+            redraw(stdout, &text)?;
+            shown = text;
+        }
+    }
+}
+
+/// Returns the exit code and the output.
+fn show(snapshot: &Snapshot, args: &StatusArgs) -> Result<(u8, String), Vec<Problem>> {
+    let report = Report::new(snapshot);
+    let failed = |error: &dyn std::fmt::Display| vec![Problem::other(format!("the status cannot be written: {error}"))];
+    let text = match args.output {
+        Output::Table => table::render(&report, snapshot.time, args.all),
+        Output::Json => serde_json::to_string_pretty(&report).map_err(|error| failed(&error))? + "\n",
+        Output::Yaml => serde_saphyr::to_string(&report).map_err(|error| failed(&error))?,
+    };
+    Ok((u8::from(!report.healthy), text))
+}
+
+/// Prints the output in place of the last one on a terminal, else after it.
+fn redraw(stdout: &mut Printable<'_>, text: &str) -> Result<(), Vec<Problem>> {
+    if std::io::stdout().is_terminal() {
+        stdout
+            .clear_screen()
+            .map_err(|error| vec![Problem::other(format!("cannot write: {error}"))])?;
+    }
+    print(stdout, text)
+}

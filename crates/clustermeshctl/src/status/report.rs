@@ -1,0 +1,370 @@
+//! Makes the report of `status` from a [`Snapshot`]: the problems of all meshes, the worst first, and counts for each mesh. Also defines
+//! the JSON and YAML output.
+
+use clustermesh_api::mesh::{ClusterMesh, ClusterMeshStatus, MeshProblem};
+use k8s_openapi::{apimachinery::pkg::apis::meta::v1::Condition, jiff::Timestamp};
+use kube::ResourceExt;
+use serde::Serialize;
+
+use super::{
+    remedy::remedy,
+    snapshot::{Leader, Snapshot},
+};
+
+/// The conditions whose causes are in `status.problems`.
+const LISTED: [&str; 5] = [
+    "Ready",
+    "PolicyEnforced",
+    "NetworksOverlap",
+    "Degraded",
+    "EgressResolved",
+];
+
+/// How long the controller may take to report a changed spec.
+const REPORT_SECONDS: i64 = 30;
+
+/// The state of the hub. Programs read its JSON and YAML: fields may be added, but never renamed.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct Report {
+    /// No mesh has a problem, except notes.
+    pub(super) healthy: bool,
+    /// The leader of the controller's replicas, if the Lease can be read.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) controller: Option<ControllerRow>,
+    /// The problems of all meshes, the worst first.
+    pub(super) problems: Vec<Row>,
+    /// All meshes, by namespace and name.
+    pub(super) meshes: Vec<MeshRow>,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct ControllerRow {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) holder: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) renewed: Option<Timestamp>,
+    /// Whether the holder renews the Lease.
+    pub(super) alive: bool,
+}
+
+/// How bad a problem is. The order is from the worst.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) enum Severity {
+    /// A mesh is not `Ready`, or nothing updates its status.
+    Down,
+    /// Packets that a policy denies may pass.
+    Open,
+    /// A part does not work.
+    Partly,
+    /// Set by somebody on purpose, or harmless. Does not affect `healthy` and the exit code.
+    Note,
+}
+
+#[derive(Debug, Clone, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct Row {
+    pub(super) severity: Severity,
+    /// NAMESPACE/NAME of the ClusterMesh; none = the controller.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) mesh: Option<String>,
+    /// The member that has the problem.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) cluster: Option<String>,
+    /// Of tunnels that are down: the member to which they lead.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) to: Option<String>,
+    pub(super) condition: String,
+    pub(super) reason: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) since: Option<Timestamp>,
+    pub(super) message: String,
+    /// What to do, if `message` does not say it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) remedy: Option<String>,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct MeshRow {
+    /// NAMESPACE/NAME.
+    pub(super) mesh: String,
+    /// The worst severity of its problems; none = healthy.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) worst: Option<Severity>,
+    /// Since when the condition Ready has its status.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) since: Option<Timestamp>,
+    pub(super) members: Share,
+    /// Nodes that are registered in other members, of these and those left out.
+    pub(super) nodes: Share,
+    /// Grants (entries of `egress`) that work, of all.
+    pub(super) services: Share,
+    pub(super) clusters: Vec<ClusterRow>,
+}
+
+/// A number of things that work, and of all.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+pub(super) struct Share {
+    pub(super) working: i64,
+    pub(super) total: i64,
+}
+
+/// One member.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct ClusterRow {
+    pub(super) name: String,
+    /// Equal for the entries of one cluster in several meshes.
+    #[serde(skip)]
+    pub(super) identity: String,
+    pub(super) reachable: bool,
+    /// As [`MeshRow::nodes`].
+    pub(super) nodes: Share,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) kubernetes: Option<String>,
+    /// Nodes whose wg-agent has the controller's version, of all nodes with wg-agent.
+    pub(super) agents: Share,
+}
+
+impl Report {
+    pub(super) fn new(snapshot: &Snapshot) -> Self {
+        let mut problems: Vec<Row> = snapshot.controller.iter().filter_map(leader_problem).collect();
+        let mut meshes = Vec::new();
+        for mesh in &snapshot.meshes {
+            let found = problems_of(mesh, snapshot.time);
+            meshes.push(mesh_row(mesh, &found));
+            problems.extend(found);
+        }
+        // The sort is stable: the controller lists the worse problems of a severity first.
+        problems.sort_by_key(|row| (row.severity, row.reason != "TunnelsDown"));
+        Self {
+            healthy: problems.iter().all(|row| row.severity == Severity::Note),
+            controller: snapshot.controller.clone().map(|leader| ControllerRow {
+                holder: leader.holder,
+                renewed: leader.renewed,
+                alive: leader.is_alive,
+            }),
+            problems,
+            meshes,
+        }
+    }
+}
+
+fn leader_problem(leader: &Leader) -> Option<Row> {
+    let message = match (&leader.holder, leader.is_alive) {
+        (_, true) => return None,
+        (Some(holder), false) => {
+            format!(
+                "{holder} does not renew the controller's Lease: nothing is written, and the states below may be old"
+            )
+        }
+        (None, false) => {
+            "no replica holds the controller's Lease: nothing is written, and the states below may be old".to_owned()
+        }
+    };
+    Some(Row {
+        severity: Severity::Down,
+        mesh: None,
+        cluster: None,
+        to: None,
+        condition: "Lease".to_owned(),
+        reason: "NoController".to_owned(),
+        since: leader.renewed,
+        message,
+        remedy: Some(CONTROLLER_REMEDY.to_owned()),
+    })
+}
+
+const CONTROLLER_REMEDY: &str = "kubectl logs -n clustermesh -l app.kubernetes.io/name=clustermesh-controller";
+
+/// The problems of one mesh, in the order of its status.
+fn problems_of(mesh: &ClusterMesh, now: Timestamp) -> Vec<Row> {
+    let name = full_name(mesh);
+    let row = |severity, (condition, reason): (&str, &str), since, message: String| Row {
+        severity,
+        mesh: Some(name.clone()),
+        cluster: None,
+        to: None,
+        condition: condition.to_owned(),
+        reason: reason.to_owned(),
+        since,
+        message,
+        remedy: None,
+    };
+    let Some(status) = mesh.status.as_ref().filter(|status| !status.conditions.is_empty()) else {
+        let message = "no controller has reported on this ClusterMesh".to_owned();
+        let created = mesh.metadata.creation_timestamp.as_ref().map(|time| time.0);
+        return vec![Row {
+            remedy: Some(CONTROLLER_REMEDY.to_owned()),
+            ..row(Severity::Down, ("Ready", "NotReported"), created, message)
+        }];
+    };
+    let mut rows = Vec::new();
+    if let (Some(observed), Some(current)) = (status.observed_generation, mesh.metadata.generation) {
+        let changed = spec_changed(mesh);
+        let is_late = changed.is_none_or(|time| now.as_second() - time.as_second() > REPORT_SECONDS);
+        if observed < current && is_late {
+            let message = format!(
+                "the controller has not reported on generation {current} of the spec, its last report is on {observed}"
+            );
+            rows.push(Row {
+                remedy: Some(CONTROLLER_REMEDY.to_owned()),
+                ..row(Severity::Down, ("Ready", "NotReported"), changed, message)
+            });
+        }
+    }
+    let problems = status.problems.iter().map(|problem| Row {
+        cluster: problem.cluster.clone(),
+        to: problem.to.clone(),
+        remedy: remedy(mesh, (&problem.reason, &problem.message), problem.cluster.as_deref()),
+        ..row(
+            severity(problem),
+            (&problem.condition, &problem.reason),
+            Some(problem.since.0),
+            without_prefix(problem),
+        )
+    });
+    rows.extend(problems);
+    let unlisted = status.conditions.iter().filter(|condition| is_bad(condition));
+    let unlisted = unlisted.filter(|condition| status.problems.is_empty() || !LISTED.contains(&&*condition.type_));
+    rows.extend(unlisted.map(|condition| {
+        let severity = match &*condition.type_ {
+            "Ready" => Severity::Down,
+            "PolicyEnforced" => Severity::Open,
+            "Paused" => Severity::Note,
+            _ => Severity::Partly,
+        };
+        let since = Some(condition.last_transition_time.0);
+        Row {
+            remedy: remedy(mesh, (&condition.reason, &condition.message), None),
+            ..row(
+                severity,
+                (&condition.type_, &condition.reason),
+                since,
+                condition.message.clone(),
+            )
+        }
+    }));
+    rows.extend(outdated_agents(status).map(|(cluster, outdated, total)| Row {
+        cluster: Some(cluster.to_owned()),
+        ..row(
+            Severity::Note,
+            ("Agents", "AgentsOutdated"),
+            None,
+            format!("{outdated} of {total} nodes run another version of wg-agent than the controller"),
+        )
+    }));
+    rows
+}
+
+fn severity(problem: &MeshProblem) -> Severity {
+    match (&*problem.condition, &*problem.reason) {
+        (_, "Quarantined") => Severity::Note,
+        ("Ready", _) => Severity::Down,
+        ("PolicyEnforced", _) => Severity::Open,
+        _ => Severity::Partly,
+    }
+}
+
+/// The message without the name of the member, which has its own column.
+fn without_prefix(problem: &MeshProblem) -> String {
+    let message = &problem.message;
+    let prefix = problem.cluster.as_ref().map(|cluster| format!("cluster {cluster:?}: "));
+    let rest = prefix.and_then(|prefix| message.strip_prefix(&prefix));
+    rest.unwrap_or(message).to_owned()
+}
+
+/// Whether a condition is not in its good state. An unknown condition counts as good when it is True, as most are.
+fn is_bad(condition: &Condition) -> bool {
+    let good = !matches!(&*condition.type_, "NetworksOverlap" | "Degraded" | "Paused");
+    condition.status != if good { "True" } else { "False" }
+}
+
+/// The members with outdated agents: name, number of such nodes, number of nodes.
+fn outdated_agents(status: &ClusterMeshStatus) -> impl Iterator<Item = (&str, i64, i64)> {
+    let rows = status.clusters.iter();
+    rows.filter_map(|row| {
+        let agents = row.agents.filter(|agents| agents.outdated > 0)?;
+        Some((&*row.name, agents.outdated, agents.total))
+    })
+}
+
+/// When somebody last changed the object, except its status.
+fn spec_changed(mesh: &ClusterMesh) -> Option<Timestamp> {
+    let fields = mesh.metadata.managed_fields.iter().flatten();
+    let changes = fields.filter(|fields| fields.subresource.is_none());
+    changes
+        .filter_map(|fields| fields.time.as_ref())
+        .map(|time| time.0)
+        .max()
+}
+
+fn mesh_row(mesh: &ClusterMesh, problems: &[Row]) -> MeshRow {
+    let empty = ClusterMeshStatus::default();
+    let status = mesh.status.as_ref().unwrap_or(&empty);
+    let ready = status.conditions.iter().find(|condition| condition.type_ == "Ready");
+    let rows = || status.clusters.iter();
+    let count = |number: usize| i64::try_from(number).unwrap_or(i64::MAX);
+    let registered: i64 = rows().map(|row| row.registered_peers).sum();
+    let skipped: i64 = rows().map(|row| row.skipped_nodes).sum();
+    let worst = problems.iter().map(|row| row.severity).min();
+    MeshRow {
+        mesh: full_name(mesh),
+        worst: worst.filter(|worst| *worst != Severity::Note),
+        since: ready.map(|ready| ready.last_transition_time.0),
+        members: Share {
+            working: count(rows().filter(|row| row.reachable == Some(true)).count()),
+            total: count(mesh.spec.clusters.len()),
+        },
+        nodes: Share {
+            working: registered,
+            total: registered + skipped,
+        },
+        services: Share {
+            working: count(status.egress.iter().filter(|row| row.ready).count()),
+            total: count(status.egress.len()),
+        },
+        clusters: rows()
+            .map(|row| {
+                let agents = row.agents.unwrap_or_default();
+                let with_agent = agents.full + agents.policy;
+                ClusterRow {
+                    name: row.name.clone(),
+                    identity: identity(mesh, &row.name),
+                    nodes: Share {
+                        working: row.registered_peers,
+                        total: row.registered_peers + row.skipped_nodes,
+                    },
+                    reachable: row.reachable == Some(true),
+                    kubernetes: row.kubernetes_version.clone(),
+                    agents: Share {
+                        working: with_agent - agents.outdated,
+                        total: with_agent,
+                    },
+                }
+            })
+            .collect(),
+    }
+}
+
+/// Identifies the cluster of an entry by its Secret, as the controller does.
+fn identity(mesh: &ClusterMesh, entry: &str) -> String {
+    let entry = mesh.spec.clusters.iter().find(|row| row.name == entry && !row.local);
+    let secret = entry.and_then(|entry| entry.kubeconfig_secret_ref.as_ref());
+    secret.map_or_else(String::new, |secret| {
+        format!(
+            "{}/{} {:?}",
+            mesh.namespace().unwrap_or_default(),
+            secret.name,
+            secret.context
+        )
+    })
+}
+
+/// NAMESPACE/NAME.
+pub(crate) fn full_name(mesh: &ClusterMesh) -> String {
+    format!("{}/{}", mesh.namespace().unwrap_or_default(), mesh.name_any())
+}
