@@ -246,7 +246,12 @@ async fn commands_of_the_documents_work_on_two_clusters() {
     let get = format!("kubectl --context tenant-a exec {client} -- /bin/probe get http://hub-web.default.svc");
     operator.wait_for(&get, "hello from ").await;
 
-    // Planning, admission, key change, endpoints, adoption.
+    // Status, planning, admission, key change, endpoints, adoption.
+    operator
+        .wait_for("clustermeshctl status --context mgmt", "healthy for ")
+        .await;
+    operator.run("clustermeshctl.md", "clustermeshctl status", &[]).await;
+    operator.run("clustermeshctl.md", "clustermeshctl graph", &[]).await;
     operator.run("clustermeshctl.md", "plan -f mesh.yaml", &[]).await;
     operator.run("clustermeshctl.md", "plan --context mgmt", &[]).await;
     operator.run("clustermeshctl.md", "explain node", &[]).await;

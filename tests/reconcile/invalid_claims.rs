@@ -1,16 +1,15 @@
 //! Tests that each invalid claim of a Node costs only that Node, or only that endpoint or prefix, and that status, `clustermeshctl plan`
 //! and `clustermeshctl explain` give the reason.
 
-use std::{collections::BTreeMap, process::ExitCode};
+use std::collections::BTreeMap;
 
 use clustermesh_api::{names, peer::Peer};
 use clustermesh_lab::wait_until;
-use clustermesh_tests::{
-    kubeconfig::merged_kubeconfig,
-    test_env::{EVENTS, SOON, TestEnv, key},
-};
+use clustermesh_tests::test_env::{EVENTS, SOON, TestEnv, key};
 use kube::{Api, api::PostParams};
 use serde_json::{Value, json};
+
+use crate::operator::{self, clustermeshctl};
 
 /// Nodes that get no Peer: the number of the Node, the reason and the message.
 const SKIPPED: [(u8, &str, &str); 12] = [
@@ -188,15 +187,8 @@ async fn invalid_claims_cost_only_their_node_and_have_reasons() {
     );
 
     status_gives_each_reason(&env).await;
-    let kubeconfig = env.lab.directory().join("operator.kubeconfig");
-    let clusters = [env.hub(), env.lab.cluster("tenant-a")];
-    let merged = merged_kubeconfig(&clusters, |cluster| cluster.kubeconfig().unwrap());
-    std::fs::write(&kubeconfig, merged).unwrap();
-    let flags = [
-        format!("--kubeconfig={}", kubeconfig.display()),
-        "--context=mgmt".to_owned(),
-        "--member-context=tenant-a=tenant-a".to_owned(),
-    ];
+    let mut flags = operator::flags(&env, &["mgmt", "tenant-a"]);
+    flags.push("--member-context=tenant-a=tenant-a".to_owned());
     plan_gives_each_reason(&flags).await;
     explain_gives_reason_of_each_node(&flags).await;
 
@@ -299,22 +291,4 @@ async fn explain_gives_reason_of_each_node(flags: &[String]) {
     assert_eq!(code, "0", "{out}{err}");
     let note = "198.51.2.1 belongs to Node tenant-a-1, so the connection reaches that Node and not tenant-a-9";
     assert!(out.contains(note), "{out}");
-}
-
-/// Runs clustermeshctl. Returns its exit code, standard output and standard error.
-async fn clustermeshctl(words: &[&str], flags: &[String]) -> (String, String, String) {
-    let words = ["clustermeshctl"].iter().chain(words).map(|word| (*word).to_owned());
-    let args: Vec<String> = words.chain(flags.iter().cloned()).collect();
-    let run = move || {
-        let (mut out, mut err) = (Vec::new(), Vec::new());
-        let code = clustermeshctl::run(args, &mut std::io::empty(), &mut out, &mut err);
-        (code, String::from_utf8(out).unwrap(), String::from_utf8(err).unwrap())
-    };
-    let (code, out, err) = tokio::task::spawn_blocking(run).await.unwrap();
-    let known = (0..=3).find(|number| format!("{:?}", ExitCode::from(*number)) == format!("{code:?}"));
-    (
-        known.map_or_else(|| format!("{code:?}"), |number: u8| number.to_string()),
-        out,
-        err,
-    )
 }

@@ -6,11 +6,17 @@ use clustermesh_lab::{NAMESPACE, wait_until};
 use clustermesh_tests::test_env::{LATER, SOON, TestEnv};
 use serde_json::json;
 
+use crate::status_command::StatusCommand;
+
 // threat: empty-list, slow-api-server
 #[tokio::test]
 async fn member_that_is_down_delays_nothing_and_catches_up() {
     let (env, mut controller) = TestEnv::start_meshed(&["mgmt", "tenant-a", "tenant-b"]).await;
     let before = env.peers("mgmt").await;
+    let status = StatusCommand::new(&env, &["mgmt", "tenant-a"]);
+    status.is_healthy().await;
+    let mut watch = status.watch();
+    watch.until_shown("healthy").await;
 
     // Frozen API server: connections stay open, but no response arrives.
     let frozen = env.lab.cluster("tenant-b");
@@ -27,6 +33,9 @@ async fn member_that_is_down_delays_nothing_and_catches_up() {
         message.contains("tenant-b") && message.contains("does not answer"),
         "{message}"
     );
+    let since = status.names_unreachable("tenant-b").await;
+    watch.until_shown("clustermesh/prod tenant-b: MemberStale").await;
+    watch.interrupt(1).await;
     env.create_node("tenant-a", 2, 3).await;
     let all = [&all[..2], &["prod--tenant-a--tenant-a-3", all[2]]].concat();
     let during = env.until_peers("mgmt", &all, SOON).await;
@@ -40,6 +49,9 @@ async fn member_that_is_down_delays_nothing_and_catches_up() {
         during["prod--tenant-b--tenant-b-1"],
         before["prod--tenant-b--tenant-b-1"]
     );
+    // The controller has written the status meanwhile, with the new node, and the problem has kept its start.
+    status.until_registered(5).await;
+    assert_eq!(status.names_unreachable("tenant-b").await, since);
 
     // Thawed API server: the controller repeats the missed writes.
     frozen.thaw_api().unwrap();
@@ -51,6 +63,10 @@ async fn member_that_is_down_delays_nothing_and_catches_up() {
     ];
     env.until_peers("tenant-b", &names, LATER).await;
     env.until_condition("Ready", "True/Meshed", LATER).await;
+    status.is_healthy().await;
+    status.cannot_tell_without_a_hub().await;
+    status.needs_only_the_documented_rights().await;
+    status.names_controller_that_does_not_renew().await;
 
     // Killed API server: connections are refused.
     frozen.kill_api().unwrap();

@@ -1,5 +1,5 @@
-//! The command line for operators. It reads the status of the hub, or files or running clusters with the planner of `clustermesh_core`, and prints the
-//! result. It writes nothing into a cluster, except the temporary Jobs of `verify`.
+//! The command line for operators. It reads the status of the hub, or files or running clusters with the planner of `clustermesh_core`,
+//! and prints the result. It writes nothing into a cluster, except the temporary Jobs of `verify`.
 //!
 //! The binary is `clustermeshctl`. It is also a kubectl plugin: `kubectl clustermesh` runs a copy or link of it in the PATH, with the
 //! name `kubectl-clustermesh`.

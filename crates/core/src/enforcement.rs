@@ -167,7 +167,7 @@ pub fn causes(members: &BTreeMap<String, Unenforced>, pending: &BTreeSet<Pending
     found
 }
 
-/// Builds the condition `PolicyEnforced` from the result of [`causes`]. Of pending revocations, the message lists the first [`MAX_LISTED`].
+/// Builds the condition `PolicyEnforced` from the result of [`causes`]. Of pending revocations, the message lists the first ten.
 #[must_use]
 pub fn condition(causes: &[Cause]) -> Condition {
     let Some(first) = causes.first() else {

@@ -56,7 +56,10 @@ fn three_members_fit_on_a_screen() {
         {"from": "tenant-a", "to": "mgmt", "up": 0, "total": 9},
         {"from": "tenant-b", "to": "mgmt", "up": 1, "total": 3},
     ]);
-    let (text, _) = draw([mesh], "three");
+    // A second mesh has two of the members. The worse state counts.
+    let mut other = healthy("acme", &["tenant-a"]);
+    other["metadata"]["name"] = json!("other");
+    let (text, _) = draw([mesh, other], "three");
     insta::assert_snapshot!(text);
 }
 

@@ -89,6 +89,10 @@ pub(crate) fn make_unreachable(mesh: &mut Value, member: &str, since: &str) {
 /// A mesh with a problem of each kind.
 pub(crate) fn broken() -> Value {
     let mut mesh = healthy("acme", &["tenant-a", "tenant-b", "tenant-c"]);
+    let waiting =
+        "3 objects are still to be written or deleted; 2 of them in cluster \"tenant-b\" for cluster \"mgmt\"";
+    let since = "2026-01-10T11:41:50Z";
+    add_problem(&mut mesh, ("Ready", "Converging"), ["tenant-b", ""], since, waiting);
     make_unreachable(&mut mesh, "tenant-b", "2026-01-10T11:42:00Z");
     let open = "on Node w1 of cluster \"tenant-c\" kg runs without wg-agent and accepts all packets from its Peers: run wg-agent there with \
                 --mode=policy";

@@ -228,6 +228,14 @@ fn problems_of(mesh: &ClusterMesh, now: Timestamp) -> Vec<Row> {
         )
     });
     rows.extend(problems);
+    // Objects cannot be written into a member that does not answer. That the mesh waits for them is no problem of its own.
+    let is_of_member = |row: &Row| ["MemberMissing", "MemberUnreachable", "MemberStale"].contains(&&*row.reason);
+    let unreachable: Vec<Option<String>> = rows
+        .iter()
+        .filter(|row| is_of_member(row))
+        .map(|row| row.cluster.clone())
+        .collect();
+    rows.retain(|row| row.reason != "Converging" || !unreachable.contains(&row.cluster));
     let unlisted = status.conditions.iter().filter(|condition| is_bad(condition));
     let unlisted = unlisted.filter(|condition| status.problems.is_empty() || !LISTED.contains(&&*condition.type_));
     rows.extend(unlisted.map(|condition| {

@@ -78,6 +78,23 @@ fn outage_of_many_members_is_one_item() {
             message,
         );
     }
+    for mesh in &mut meshes[..3] {
+        let since = "2026-01-10T11:50:00Z";
+        add_problem(
+            mesh,
+            ("PolicyEnforced", "NoAgent"),
+            ["mgmt", ""],
+            since,
+            "kg runs without wg-agent",
+        );
+        add_problem(
+            mesh,
+            ("Degraded", "NoAnchor"),
+            ["mgmt", ""],
+            since,
+            "no node can be the anchor",
+        );
+    }
     let text = render(&snapshot(meshes), false);
     assert!(text.lines().count() <= 10, "{text}");
     insta::assert_snapshot!(text);
