@@ -12,8 +12,8 @@ use kube::api::{Patch, PatchParams};
 
 use crate::two_clusters::{MGMT, Site, TENANT, TIMEOUT, TwoClusters, peer};
 
-/// Less than the 60 s after which a watch ends by itself.
-const BEFORE_WATCH_TIMEOUT: Duration = Duration::from_secs(50);
+/// Time limit for the agent to notice that the connection of a watch is dead. The watch itself ends after at least 300 s.
+const DEAD_CONNECTION: Duration = Duration::from_secs(50);
 const DEFAULT_ROUTE: &str = "ip route replace default via 172.30.2.1";
 
 struct TestEnv<'a> {
@@ -98,7 +98,7 @@ impl TestEnv<'_> {
             .expect("change the Node's address");
         let began = Instant::now();
         let endpoint = format!("{address}:51820");
-        let annotations = wait_until(format!("the endpoint {endpoint}"), BEFORE_WATCH_TIMEOUT, async || {
+        let annotations = wait_until(format!("the endpoint {endpoint}"), DEAD_CONNECTION, async || {
             let annotations = self.clusters.annotations(self.moved).await;
             match annotations.get(KILO_ENDPOINT) {
                 Some(published) if *published == endpoint => Ok(annotations),

@@ -5,6 +5,8 @@
 use std::{
     collections::BTreeMap,
     fmt::Debug,
+    hash::{BuildHasher, RandomState},
+    ops::RangeInclusive,
     time::{Duration, Instant},
 };
 
@@ -54,8 +56,10 @@ pub(crate) trait WatchSink<V>: Send {
     fn failed(&self, error: &watcher::Error);
 }
 
-/// Timeout of a watch request, after which the watch is renewed.
-const WATCH_SECONDS: u32 = 60;
+/// Timeout of a watch request in seconds, after which the watch is renewed. Each watch draws its own, so that the watches of thousands of
+/// agents that connected at the same time are not renewed at the same time. A dead connection is found much earlier
+/// ([`clustermesh_daemon::client`]).
+const WATCH_SECONDS: RangeInclusive<u32> = 300..=600;
 /// Pause before an unknown kind is listed again.
 const UNKNOWN_KIND_RETRY: Duration = Duration::from_secs(3);
 /// How long a kind must be unknown until its CRD counts as missing. A starting API server may not know its CRDs yet, and
@@ -102,7 +106,20 @@ fn backoff() -> impl Iterator<Item = Duration> {
         .build()
 }
 
+/// A random number below `limit`, which is not 0.
+fn random_below(limit: u64) -> u64 {
+    // Each `RandomState` has other random keys.
+    RandomState::new().hash_one(()) % limit
+}
+
+/// Draws a timeout from [`WATCH_SECONDS`].
+fn draw_watch_seconds() -> u32 {
+    let (first, last) = WATCH_SECONDS.into_inner();
+    first + random_below(u64::from(last - first + 1)) as u32
+}
+
 /// Watches until the token is cancelled. `convert` parses each object; an object whose parsed value stays equal counts as unchanged.
+/// The API server ends a watch after the timeout of `config`, or after one from [`WATCH_SECONDS`]; then the watch is renewed.
 pub(crate) async fn watch_kind<K, V>(
     api: Api<K>,
     config: watcher::Config,
@@ -113,7 +130,8 @@ pub(crate) async fn watch_kind<K, V>(
     K: Resource + Clone + DeserializeOwned + Debug + Send + 'static,
     V: PartialEq + Send,
 {
-    let mut events = Box::pin(watcher::watcher(api, config.timeout(WATCH_SECONDS)));
+    let seconds = config.timeout.unwrap_or_else(draw_watch_seconds);
+    let mut events = Box::pin(watcher::watcher(api, config.timeout(seconds)));
     let mut pause = backoff();
     let mut unknown_since = UnknownSince::default();
     let mut listing: BTreeMap<String, V> = BTreeMap::new();
@@ -224,6 +242,13 @@ mod tests {
             seen.becomes_missing(unknown_since.record(start + Duration::from_secs(*at)))
         };
         requests.iter().map(&mut becomes_missing).collect()
+    }
+
+    #[test]
+    fn watches_have_different_timeouts_of_five_to_ten_minutes() {
+        let drawn: std::collections::BTreeSet<u32> = (0..100).map(|_| draw_watch_seconds()).collect();
+        assert!(drawn.iter().all(|seconds| WATCH_SECONDS.contains(seconds)), "{drawn:?}");
+        assert!(drawn.len() > 50, "{drawn:?}");
     }
 
     #[test]

@@ -28,6 +28,9 @@ const KEEP_WATCHING: Duration = Duration::from_secs(600);
 /// The number of SandboxAccesses in one page of a list. An object can be larger than a megabyte, and the
 /// container of a gateway has 256 MB.
 const PAGE: u32 = 8;
+/// Timeout of the watches of a namespace, in seconds. It is short because the API server checks the account's rights only when a watch
+/// begins, and the grants of a namespace close after access to it is denied.
+const ACCESS_CHECK: u32 = 60;
 /// The longest pause of [`probe_api_server`] after a request that failed or was not answered.
 const RETRY: Duration = Duration::from_secs(1);
 /// Timeout of one request of [`probe_api_server`].
@@ -221,7 +224,7 @@ fn watch_namespace(client: &Client, store: &Store, name: &str, stop: Cancellatio
     });
     tasks.spawn(watch_kind(
         Api::<v1::Service>::namespaced(client.clone(), name),
-        watcher::Config::default(),
+        watcher::Config::default().timeout(ACCESS_CHECK),
         ParsedService::new,
         SnapshotSink {
             store: store.clone(),
@@ -239,7 +242,7 @@ fn watch_namespace(client: &Client, store: &Store, name: &str, stop: Cancellatio
     let namespace_name = name.to_owned();
     tasks.spawn(watch_kind(
         Api::<EndpointSlice>::namespaced(client.clone(), name),
-        watcher::Config::default(),
+        watcher::Config::default().timeout(ACCESS_CHECK),
         ParsedSlice::new,
         SnapshotSink {
             store: store.clone(),
