@@ -1,4 +1,4 @@
-//! Finds the agents that have reported the same outdated revision of their cluster's PeerPolicies for at least [`GRACE`].
+//! Finds the agents that have reported the same outdated revision of their cluster's PeerPolicies for at least [`agents_grace`].
 //!
 //! `clustermesh_core::enforcement` defines which revision is outdated. This module measures the time.
 //!
@@ -8,13 +8,18 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use clustermesh_core::{
-    enforcement::{GRACE, is_outdated},
+    enforcement::{GRACE, is_outdated, report_interval},
     mesh::ClusterIdentity,
 };
+
+/// How long an agent of a member with this number of Nodes may report an outdated revision.
+pub(crate) fn agents_grace(nodes: usize) -> Duration {
+    GRACE + report_interval(nodes)
+}
 
 /// The nodes with an outdated agent, by member and name.
 #[derive(Debug, Default)]
@@ -26,8 +31,8 @@ struct Outdated {
     /// The revision that the agent last reported. A new revision restarts the time even if it is outdated, too, because the change
     /// proves that the agent applies policies.
     revision: String,
-    since: Instant,
-    /// The revision has been outdated for at least [`GRACE`].
+    overdue_at: Instant,
+    /// The time `overdue_at` is over.
     is_overdue: bool,
 }
 
@@ -37,7 +42,7 @@ impl OutdatedAgents {
         self.0.retain(|identity, _| exists(identity));
     }
 
-    /// Returns the nodes of a member whose agent has reported the same outdated revision for at least [`GRACE`].
+    /// Returns the nodes of a member whose agent has reported the same outdated revision for at least `grace`.
     ///
     /// `current` is the revision of the objects in the cluster, and `enforced` is the revision that each node reports. If `current` is
     /// `None`, because the objects cannot be read now, the last result is returned again.
@@ -46,6 +51,7 @@ impl OutdatedAgents {
         identity: &ClusterIdentity,
         current: Option<&str>,
         enforced: BTreeMap<String, String>,
+        grace: Duration,
         now: Instant,
     ) -> BTreeSet<String> {
         if let Some(current) = current {
@@ -60,10 +66,10 @@ impl OutdatedAgents {
                         .filter(|before| before.revision == revision)
                         .unwrap_or(Outdated {
                             revision,
-                            since: now,
+                            overdue_at: now + grace,
                             is_overdue: false,
                         });
-                    node.is_overdue |= now.saturating_duration_since(node.since) >= GRACE;
+                    node.is_overdue |= now >= node.overdue_at;
                     (name, node)
                 })
                 .collect();
@@ -78,22 +84,26 @@ impl OutdatedAgents {
             .collect()
     }
 
-    /// The next time after `now` at which a node will have been outdated for [`GRACE`].
+    /// The next time after `now` at which a node becomes overdue.
     pub(crate) fn due(&self, now: Instant) -> Option<Instant> {
         let waiting = self
             .0
             .values()
             .flat_map(BTreeMap::values)
             .filter(|node| !node.is_overdue);
-        waiting.map(|node| node.since + GRACE).filter(|at| *at > now).min()
+        waiting.map(|node| node.overdue_at).filter(|at| *at > now).min()
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
+
+    #[test]
+    fn agents_of_many_nodes_have_more_time_to_report() {
+        assert_eq!(agents_grace(5), Duration::from_millis(15_500));
+        assert_eq!(agents_grace(1000), Duration::from_secs(115));
+    }
 
     // threat: outdated-agent
     #[test]
@@ -104,7 +114,7 @@ mod tests {
             let enforced = enforced
                 .iter()
                 .map(|(node, revision)| ((*node).to_owned(), (*revision).to_owned()));
-            let outdated = agents.update(&ClusterIdentity::Local, current, enforced.collect(), at(second));
+            let outdated = agents.update(&ClusterIdentity::Local, current, enforced.collect(), GRACE, at(second));
             let outdated: Vec<String> = outdated.into_iter().collect();
             (outdated.join(" "), agents.due(at(second)))
         };

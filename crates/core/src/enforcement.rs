@@ -42,15 +42,26 @@ pub struct Unenforced {
     pub ipvs: BTreeSet<String>,
     /// Nodes on which Kilo's `kg` runs without wg-agent.
     pub without_agent: BTreeSet<String>,
-    /// Nodes whose agent has reported the same outdated revision of the PeerPolicies for [`GRACE`] or longer.
+    /// Nodes whose agent has reported the same outdated revision of the PeerPolicies for longer than [`GRACE`] and
+    /// [`report_interval`] together.
     pub outdated: BTreeSet<String>,
     /// Gateways that have enforced an outdated SandboxAccess for [`GRACE`] or longer, as NAMESPACE/NAME.
     pub gateways: BTreeSet<String>,
 }
 
-/// How long an agent may report an outdated revision, and a gateway an outdated SandboxAccess. Both enforce a change at once, and report
-/// it within 10 s.
+/// How long an agent may report an outdated revision, in addition to [`report_interval`], and a gateway an outdated SandboxAccess. Both
+/// enforce a change at once. A gateway reports it within 10 s, an agent in its next turn after 10 s.
 pub const GRACE: Duration = Duration::from_secs(15);
+
+/// How many agents of a cluster write their status in one second. Each write changes a Node, which the API server sends to every watcher of
+/// Nodes, such as the CNI's agent on each node.
+const REPORTS_PER_SECOND: u32 = 10;
+
+/// The time between two turns of an agent to write its status, in a cluster with this number of Nodes.
+#[must_use]
+pub fn report_interval(nodes: usize) -> Duration {
+    Duration::from_secs(1) / REPORTS_PER_SECOND * u32::try_from(nodes.max(1)).unwrap_or(u32::MAX)
+}
 
 /// Whether an agent that reports the revision `reported` does not enforce the current PeerPolicies, whose revision is `current`. An agent
 /// that reports no revision is too old to report one, so it does not count.

@@ -25,7 +25,7 @@ use crate::{
     device,
     firewall::{self, Backend, FirewallManager},
     lock, preflight,
-    publish::DesiredAnnotations,
+    publish::{DesiredAnnotations, Turn},
     reconcile::preconditions::{check_first_lists, find_own_node, kg_age_if_alive},
     run::bullet_list,
     runtime::{NodeChannels, RuntimeBuilder},
@@ -233,6 +233,7 @@ impl<F: Backend> PolicyMode<F> {
             identity: BTreeMap::new(),
             status: [(NODE_AGENT, Some(agent.to_string()))].into(),
             seen: own_node.own.clone().unwrap_or_default().published,
+            turn: Turn::of(&self.config.node_name, snapshot.nodes.objects().map(|(name, _)| name)),
         };
         self.publish.send_if_modified(|wanted| {
             let changed = *wanted != desired;

@@ -29,7 +29,7 @@ use super::{Pass, Reconciler, SharedDebugView, link_reports::LinkReports, remove
 use crate::{
     hub_writer::{Desired, HubWriter},
     metrics::{EntryGauges, EntryLabels, Metrics},
-    outdated_agents::OutdatedAgents,
+    outdated_agents::{OutdatedAgents, agents_grace},
     report::{MemberDetails, ReportInput, build_report},
 };
 
@@ -239,13 +239,20 @@ impl Reconciler {
             let seen = observation.and_then(Observation::last);
             let feeds = member.session.feeds();
             let (current, enforced) = (feeds.policy_revision(), feeds.enforced_revisions());
+            let grace = agents_grace(seen.map_or(0, |seen| seen.nodes.len()));
             let outdated =
-                (self.reports.outdated_agents).update(identity, current.as_deref(), enforced, Instant::now());
+                (self.reports.outdated_agents).update(identity, current.as_deref(), enforced, grace, Instant::now());
             // For gateways, a text takes the place of the revision: `APPLIED` if the gateway is up to date, otherwise its outdated
             // SandboxAccesses.
             let texts = seen.map(enforcement::outdated_accesses).unwrap_or_default();
             let up_to_date = is_fresh.then_some(enforcement::APPLIED);
-            let gateways = (self.reports.outdated_gateways).update(identity, up_to_date, texts, Instant::now());
+            let gateways = (self.reports.outdated_gateways).update(
+                identity,
+                up_to_date,
+                texts,
+                enforcement::GRACE,
+                Instant::now(),
+            );
             // Without Peers of this mesh, only the gateways of a member have tunnels of the mesh. Then a node with a bypass or without
             // wg-agent is no problem.
             let observed_peers = seen.and_then(|seen| seen.peers.as_ref());

@@ -15,7 +15,7 @@ use clustermesh_api::{
 use clustermesh_core::{key::PublicKey, observe::Endpoint};
 use ipnet::IpNet;
 
-use super::{Annotations, DesiredAnnotations};
+use super::{Annotations, DesiredAnnotations, Turn};
 use crate::source::objects::ParsedNode;
 
 /// Every annotation that the agent writes in full mode. In policy mode it writes only [`NODE_AGENT`].
@@ -46,6 +46,8 @@ pub struct AnnotationInputs<'a> {
     pub discovered: BTreeMap<PublicKey, SocketAddr>,
     /// The value of the annotation [`NODE_AGENT`].
     pub agent: AgentStatus,
+    /// When this node may write its status.
+    pub turn: Turn,
 }
 
 /// Computes the desired annotations. Also returns the annotations that the Node has now (`seen`).
@@ -59,6 +61,7 @@ pub fn desired(inputs: AnnotationInputs<'_>) -> DesiredAnnotations {
         underlay,
         discovered,
         agent,
+        turn,
     } = inputs;
     let own = node.own.clone().unwrap_or_default();
     let internal = node.internal_ips.first().copied();
@@ -87,6 +90,7 @@ pub fn desired(inputs: AnnotationInputs<'_>) -> DesiredAnnotations {
         identity,
         status,
         seen: own.published,
+        turn,
     }
 }
 
@@ -111,6 +115,7 @@ mod tests {
             underlay: &underlay,
             discovered: BTreeMap::new(),
             agent: AgentStatus::default(),
+            turn: Turn::default(),
         })
         .identity
     }

@@ -2,10 +2,12 @@
 
 use std::{
     collections::BTreeMap,
-    time::{Duration, Instant},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
 use backon::{BackoffBuilder, ExponentialBuilder};
+use clustermesh_api::names::NODE_AGENT;
+use clustermesh_core::enforcement::report_interval;
 use k8s_openapi::api::core::v1::Node;
 use kube::{
     Api, Client,
@@ -27,10 +29,62 @@ pub type Annotations = BTreeMap<&'static str, Option<String>>;
 pub struct DesiredAnnotations {
     /// The node's identity: written at once.
     pub identity: Annotations,
-    /// The agent's status: written at most once in [`STATUS_EVERY`].
+    /// The agent's status: written at most once in [`STATUS_EVERY`], and only in this node's turn.
     pub status: Annotations,
     /// The observed values of the same keys.
     pub seen: Annotations,
+    /// When this node may write its status.
+    pub turn: Turn,
+}
+
+impl DesiredAnnotations {
+    fn differs(&self, (key, value): (&&'static str, &Option<String>)) -> bool {
+        self.seen.get(key).unwrap_or(&None) != value
+    }
+
+    /// Whether the agent's own annotation has to be added or removed. That happens once in the life of an agent and says which
+    /// program serves the node, so it does not wait for a turn.
+    fn adds_or_removes_agent(&self) -> bool {
+        let wanted = self.status.get(NODE_AGENT);
+        wanted.is_some_and(|wanted| wanted.is_some() != matches!(self.seen.get(NODE_AGENT), Some(Some(_))))
+    }
+}
+
+/// The turns of this node to write its status. When a remote node dies, the status of all nodes of the cluster changes at the same time.
+/// Therefore each node has a turn of its own, once in [`report_interval`], which starts at the same `offset` after each multiple of that
+/// interval since 1970. The order of the Nodes' names gives the offset. So the cluster's nodes write one after the other, without
+/// coordination and without random peaks, and the nodes of a small cluster wait for less than a second.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Turn {
+    /// The number of the cluster's Nodes that precede this one by name.
+    position: usize,
+    /// The number of the cluster's Nodes.
+    nodes: usize,
+}
+
+impl Turn {
+    /// The turn of `me` among the cluster's Nodes, which must be sorted by name.
+    pub fn of<'a>(me: &str, nodes: impl Iterator<Item = &'a str>) -> Self {
+        let mut turn = Self::default();
+        for node in nodes {
+            turn.nodes += 1;
+            turn.position += usize::from(node < me);
+        }
+        turn
+    }
+
+    /// How long until the next turn starts, at the time `now` since 1970.
+    fn wait(self, now: Duration) -> Duration {
+        let interval = report_interval(self.nodes);
+        let offset = interval / u32::try_from(self.nodes.max(1)).unwrap_or(u32::MAX)
+            * u32::try_from(self.position).unwrap_or(u32::MAX);
+        let into_interval = Duration::from_nanos((now.as_nanos() % interval.as_nanos()) as u64);
+        if offset >= into_interval {
+            offset - into_interval
+        } else {
+            offset + interval - into_interval
+        }
+    }
 }
 
 /// The shortest time between two writes of the status.
@@ -45,24 +99,40 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 struct WriteHistory {
     last: BTreeMap<&'static str, (Option<String>, Instant)>,
     status_written: Option<Instant>,
+    /// When the current change of the status is to be written; `None` = there is no change. It stays as it is while the status changes
+    /// further, so a status that changes all the time is written too.
+    status_due: Option<Instant>,
 }
 
 impl WriteHistory {
-    /// The annotations to write now, and after which time to check again.
-    fn due(&self, desired: &DesiredAnnotations, now: Instant) -> (Annotations, Option<Duration>) {
+    /// How long the status has to wait. `unix` is the time of `now` since 1970.
+    fn status_wait(&mut self, desired: &DesiredAnnotations, now: Instant, unix: Duration) -> Duration {
+        if !desired.status.iter().any(|kv| desired.differs(kv)) {
+            self.status_due = None;
+        }
+        let earliest = self.status_written.map_or(now, |at| now.max(at + STATUS_EVERY));
+        if desired.adds_or_removes_agent() {
+            return earliest - now;
+        }
+        let due = self
+            .status_due
+            .get_or_insert_with(|| earliest + desired.turn.wait(unix + (earliest - now)));
+        due.saturating_duration_since(now)
+    }
+
+    /// The annotations to write now, and after which time to check again. `unix` is the time of `now` since 1970.
+    fn due(&mut self, desired: &DesiredAnnotations, now: Instant, unix: Duration) -> (Annotations, Option<Duration>) {
         let mut due = Annotations::new();
         let mut next_check: Option<Duration> = None;
         let mut check_after = |wait: Duration| next_check = Some(next_check.map_or(wait, |next| next.min(wait)));
-        let status_wait = self
-            .status_written
-            .map_or(Duration::ZERO, |at| STATUS_EVERY.saturating_sub(now - at));
+        let status_wait = self.status_wait(desired, now, unix);
         let all = desired
             .identity
             .iter()
             .map(|kv| (kv, Duration::ZERO))
             .chain(desired.status.iter().map(|kv| (kv, status_wait)));
         for ((key, value), mut wait) in all {
-            if desired.seen.get(key).unwrap_or(&None) == value {
+            if !desired.differs((key, value)) {
                 continue;
             }
             // The agent's watch may not show the last write yet, so the same value is not written again before `SETTLE`.
@@ -85,6 +155,7 @@ impl WriteHistory {
             self.last.insert(*key, (value.clone(), now));
             if status.contains_key(key) {
                 self.status_written = Some(now);
+                self.status_due = None;
             }
         }
     }
@@ -112,7 +183,7 @@ pub async fn run(
     let mut last_error = String::new();
     loop {
         let desired = receiver.borrow_and_update().clone();
-        let (due, mut next_check) = history.due(&desired, Instant::now());
+        let (due, mut next_check) = history.due(&desired, Instant::now(), unix_time());
         if !due.is_empty() {
             match write(&client, &node, &due).await {
                 Ok(()) => {
@@ -131,6 +202,8 @@ pub async fn run(
                         tracing::warn!(%error, "cannot write this Node's annotations; trying again");
                         last_error = error;
                     }
+                    // The status waits for the next turn: all agents fail at the same time if the API server does.
+                    history.status_due = None;
                     next_check = backoff.next();
                 }
             }
@@ -141,6 +214,10 @@ pub async fn run(
             changed = receiver.changed() => if changed.is_err() { return },
         }
     }
+}
+
+fn unix_time() -> Duration {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }
 
 /// Renders annotations for the log: `key=value`, or `key removed`.
@@ -200,9 +277,10 @@ mod tests {
             identity: some(&[("key", "a")]),
             status: some(&[("agent", "1")]),
             seen: some(&[("key", "a"), ("agent", "1")]),
+            ..DesiredAnnotations::default()
         };
         assert_eq!(
-            WriteHistory::default().due(&desired, Instant::now()),
+            WriteHistory::default().due(&desired, Instant::now(), Duration::ZERO),
             (Annotations::new(), None)
         );
         let other = DesiredAnnotations {
@@ -210,7 +288,7 @@ mod tests {
             ..desired
         };
         assert_eq!(
-            WriteHistory::default().due(&other, Instant::now()),
+            WriteHistory::default().due(&other, Instant::now(), Duration::ZERO),
             (some(&[("key", "a")]), None)
         );
     }
@@ -225,12 +303,66 @@ mod tests {
             identity: some(&[("key", "a")]),
             status: some(&[("agent", "2")]),
             seen: some(&[("agent", "1")]),
+            ..DesiredAnnotations::default()
         };
-        assert_eq!(
-            history.due(&desired, at(4)),
-            (some(&[("key", "a")]), Some(Duration::from_secs(6)))
-        );
-        assert_eq!(history.due(&desired, at(10)).0, some(&[("key", "a"), ("agent", "2")]));
+        let mut due = |seconds| history.due(&desired, at(seconds), Duration::from_secs(seconds));
+        assert_eq!(due(4), (some(&[("key", "a")]), Some(Duration::from_secs(6))));
+        assert_eq!(due(10).0, some(&[("key", "a"), ("agent", "2")]));
+    }
+
+    #[test]
+    fn nodes_of_a_large_cluster_write_their_status_in_turn() {
+        let names: Vec<String> = (0..1000).map(|n| format!("n{n:03}")).collect();
+        let start = Instant::now();
+        let changed_at = Duration::from_millis(1_790_000_012_345);
+        let mut writes: Vec<u128> = Vec::new();
+        for name in &names {
+            let desired = DesiredAnnotations {
+                status: some(&[(NODE_AGENT, "2")]),
+                seen: some(&[(NODE_AGENT, "1")]),
+                turn: Turn::of(name, names.iter().map(String::as_str)),
+                ..DesiredAnnotations::default()
+            };
+            let mut history = WriteHistory::default();
+            let (due, wait) = history.due(&desired, start, changed_at);
+            assert!(due.is_empty() || wait.is_none());
+            let wait = wait.unwrap_or_default();
+            // Further changes move no turn, and nor does an agent that wakes late.
+            let later = wait + Duration::from_millis(250);
+            assert_eq!(
+                history.due(&desired, start + later, changed_at + later).0,
+                desired.status
+            );
+            writes.push(wait.as_millis());
+        }
+        writes.sort_unstable();
+        // One write every 100 ms: ten a second, for 100 s.
+        let first = writes[0];
+        let expected: Vec<u128> = (0..1000).map(|n| first + n * 100).collect();
+        assert_eq!(writes, expected);
+        assert!(first < 100, "{first}");
+    }
+
+    #[test]
+    fn node_of_a_small_cluster_waits_less_than_a_second() {
+        let turn = Turn::of("c", ["a", "b", "c"].into_iter());
+        let waits = [0, 150, 199, 200, 201, 299, 300].map(|ms| turn.wait(Duration::from_millis(ms)).as_millis());
+        assert_eq!(waits, [200, 50, 1, 0, 299, 201, 200]);
+    }
+
+    #[test]
+    fn first_status_does_not_wait_for_a_turn() {
+        let desired = DesiredAnnotations {
+            status: some(&[(NODE_AGENT, "1")]),
+            turn: Turn {
+                position: 999,
+                nodes: 1000,
+            },
+            ..DesiredAnnotations::default()
+        };
+        let mut history = WriteHistory::default();
+        let due = history.due(&desired, Instant::now(), Duration::ZERO);
+        assert_eq!(due, (desired.status, None));
     }
 
     #[test]
@@ -242,7 +374,8 @@ mod tests {
             identity: some(&[("key", "a")]),
             ..DesiredAnnotations::default()
         };
-        assert_eq!(history.due(&desired, start), (Annotations::new(), Some(SETTLE)));
-        assert_eq!(history.due(&desired, start + SETTLE), (some(&[("key", "a")]), None));
+        let mut due = |after| history.due(&desired, start + after, after);
+        assert_eq!(due(Duration::ZERO), (Annotations::new(), Some(SETTLE)));
+        assert_eq!(due(SETTLE), (some(&[("key", "a")]), None));
     }
 }

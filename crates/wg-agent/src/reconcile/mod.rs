@@ -36,7 +36,7 @@ use crate::{
     },
     kernel_events::Event,
     peer_tracker::PeerTracker,
-    publish::DesiredAnnotations,
+    publish::{DesiredAnnotations, Turn},
     route::{self, Routing, RoutingEvent},
     source::{
         client::Server,
@@ -138,6 +138,8 @@ struct AppliedState {
     policy_revision: String,
     /// This node's Node was listed by the API server, and does not come from the cache.
     is_node_listed: bool,
+    /// When this node may write its status.
+    turn: Turn,
 }
 
 impl<R: Routing, F: Backend> Reconciler<R, F> {
@@ -276,6 +278,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             sizes,
             policy_revision: policy_revision(snapshot.policies.objects().map(|(_, policy)| policy)),
             is_node_listed: !cached_kinds.contains(&"Node"),
+            turn: Turn::of(&config.node_name, snapshot.nodes.objects().map(|(name, _)| name)),
         }));
         if cached_kinds.is_empty() {
             self.save_to_cache(SavedObjects::of(&snapshot), snapshot.is_confirmed());
