@@ -7,8 +7,9 @@ use clustermesh_api::names::{
 };
 use clustermesh_lab::wait_until;
 use clustermesh_tests::agent::agent_program;
-use k8s_openapi::api::core::v1::Node;
-use kube::api::PostParams;
+use futures::{StreamExt, stream};
+use k8s_openapi::api::{core::v1::Node, storage::v1::CSINode};
+use kube::{Api, api::PostParams};
 
 use crate::two_clusters::{MGMT, Site, TENANT, TIMEOUT, TwoClusters};
 
@@ -29,6 +30,7 @@ async fn wait_for_annotation(clusters: &TwoClusters, site: &Site, key: &str, wan
 async fn agent_publishes_its_identity_and_restores_it() {
     let clusters = TwoClusters::start().await;
     let site = clusters.site(MGMT);
+    create_nodes(&clusters, site).await;
     let mut agent = clusters.agent(site, "agent");
     let first = clusters.wait_for_published(site).await;
     clusters.wait_until_ready(site).await;
@@ -76,6 +78,7 @@ async fn agent_publishes_its_identity_and_restores_it() {
     let rival: Node = serde_json::from_value(serde_json::json!({
         // For Nodes that were created in the same second, the name decides, and this Node loses.
         "apiVersion": "v1", "kind": "Node", "metadata": {"name": "zz-late", "annotations": {KILO_WIREGUARD_IP: first[KILO_WIREGUARD_IP]}},
+        "status": {"addresses": [{"type": "InternalIP", "address": RIVAL}]},
     }))
     .expect("a Node");
     let nodes = clusters.nodes(site).await;
@@ -83,8 +86,16 @@ async fn agent_publishes_its_identity_and_restores_it() {
         .create(&PostParams::default(), &rival)
         .await
         .expect("create a Node");
-    // Watch events keep the order of writes: an agent that has restored the key saw the rival Node before. It would write
-    // a changed WireGuard address in the same request.
+    // The kubelet of a new Node creates its CSINode.
+    let csi_nodes: Api<CSINode> = Api::all(clusters.client(site).await);
+    let csi_node = serde_json::json!({"metadata": {"name": "zz-late"}, "spec": {"drivers": []}});
+    let csi_node = serde_json::from_value(csi_node).expect("a CSINode");
+    csi_nodes
+        .create(&PostParams::default(), &csi_node)
+        .await
+        .expect("create a CSINode");
+    wait_until_node_is(&clusters, site, true).await;
+    // The agent would write a changed WireGuard address in the same request as the restored key.
     clusters.annotate(site, KILO_KEY, "nonsense").await;
     wait_for_annotation(&clusters, site, KILO_KEY, &first[KILO_KEY]).await;
     assert_eq!(
@@ -93,6 +104,49 @@ async fn agent_publishes_its_identity_and_restores_it() {
         "{}",
         again.log()
     );
+    nodes
+        .delete("zz-late", &Default::default())
+        .await
+        .expect("delete the Node");
+    csi_nodes
+        .delete("zz-late", &Default::default())
+        .await
+        .expect("delete the CSINode");
+    wait_until_node_is(&clusters, site, false).await;
+}
+
+/// The InternalIP of a Node that is created while an agent runs.
+const RIVAL: &str = "192.0.2.77";
+
+/// Creates so many Nodes that an agent requests the table of Nodes only every 50 to 100 s.
+async fn create_nodes(clusters: &TwoClusters, site: &Site) {
+    let nodes = clusters.nodes(site).await;
+    let create = |n: u8| {
+        let node = serde_json::json!({"metadata": {"name": format!("other-{n}")}});
+        let (node, nodes) = (serde_json::from_value(node).expect("a Node"), nodes.clone());
+        async move {
+            nodes
+                .create(&PostParams::default(), &node)
+                .await
+                .expect("create a Node")
+        }
+    };
+    stream::iter(1..=200)
+        .map(create)
+        .buffer_unordered(8)
+        .for_each(|_| async {})
+        .await;
+}
+
+/// Waits until the agent knows or has forgotten the Node with the address [`RIVAL`], earlier than by the table.
+async fn wait_until_node_is(clusters: &TwoClusters, site: &Site, known: bool) {
+    let before_the_table = std::time::Duration::from_secs(40);
+    wait_until(format!("{RIVAL} to be known: {known}"), before_the_table, async || {
+        let (_, state) = clusters.page(site, "/debug/state").await;
+        (state.contains(RIVAL) == known).then_some(()).ok_or(state)
+    })
+    .await
+    .unwrap_or_else(|error| panic!("{error}"));
 }
 
 #[tokio::test]
@@ -295,7 +349,7 @@ async fn crds_installed_later_are_noticed() {
 
 /// Waits until the agent's annotation gives `why` as the reason of the bypassed datapath.
 async fn wait_for_bypass(clusters: &TwoClusters, site: &Site, why: &str) {
-    let nodes: kube::Api<Node> = kube::Api::all(clusters.client(site).await);
+    let nodes: Api<Node> = Api::all(clusters.client(site).await);
     wait_until("the annotation of the bypassed datapath", TIMEOUT, async || {
         let list = nodes
             .list(&Default::default())
@@ -340,7 +394,7 @@ async fn bypassed_datapath_is_reported_with_its_remedy() {
         "data": {"kube-proxy-replacement": "true", "enable-bpf-masquerade": "true"},
     }))
     .expect("a ConfigMap");
-    let maps = kube::Api::namespaced(clusters.client(site).await, "kube-system");
+    let maps = Api::namespaced(clusters.client(site).await, "kube-system");
     maps.create(&Default::default(), &config).await.expect("create it");
     let agent = clusters.agent(site, "agent");
     clusters.wait_until_ready(site).await;

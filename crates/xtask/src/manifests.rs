@@ -299,6 +299,7 @@ fn agent() -> Vec<Value> {
             None,
             &json!([
                 {"apiGroups": [""], "resources": ["nodes"], "verbs": ["get", "list", "watch", "patch"]},
+                {"apiGroups": ["storage.k8s.io"], "resources": ["csinodes"], "verbs": ["list", "watch"]},
                 {"apiGroups": ["kilo.squat.ai"], "resources": ["peers", "peerpolicies"], "verbs": ["get", "list", "watch"]},
             ]),
         ),

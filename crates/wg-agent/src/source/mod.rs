@@ -1,7 +1,7 @@
 //! Reads the agent's inputs: objects of the node's own cluster, addresses of host names, and the node's underlay, resolvers and datapath.
 
 use clustermesh_api::{peer::Peer, policy::PeerPolicy};
-use k8s_openapi::api::{core::v1::Node, discovery::v1::EndpointSlice};
+use k8s_openapi::api::discovery::v1::EndpointSlice;
 use kube::{
     Api, Client,
     api::{ApiResource, DynamicObject},
@@ -10,12 +10,13 @@ use kube::{
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-use objects::{ParsedNode, ParsedPeer, ParsedPolicy, sockets};
+use objects::{ParsedPeer, ParsedPolicy, sockets};
 use store::{Store, StoreSink};
 
 pub mod client;
 pub(crate) mod datapath;
 pub mod lookup;
+mod nodes;
 pub mod objects;
 pub mod resolv;
 pub mod store;
@@ -25,8 +26,8 @@ pub mod watch;
 /// The kind for which [`store`] also sends a notification of its own.
 const PEER_POLICY: &str = "PeerPolicy";
 
-/// Starts the watches of all Peers, PeerPolicies and Nodes, and of the API server's endpoints. They update `store` until the
-/// token is cancelled. `own_annotations` are those that this agent writes on its own Node `me`.
+/// Starts the watches of all Peers and PeerPolicies and of the API server's endpoints, and follows the Nodes. They update `store` until
+/// the token is cancelled. `own_annotations` are those that this agent writes on its own Node `me`.
 pub fn start_watches(
     tasks: &mut JoinSet<()>,
     client: &Client,
@@ -60,11 +61,10 @@ pub fn start_watches(
         },
         stop.clone(),
     ));
-    let me = me.to_owned();
-    tasks.spawn(watch::watch_kind(
-        Api::<Node>::all(client.clone()),
-        default_config(),
-        move |node| ParsedNode::new(&node, &me, own_annotations),
+    tasks.spawn(nodes::run(
+        client.clone(),
+        me.to_owned(),
+        own_annotations,
         StoreSink {
             store: store.clone(),
             kind: "Node",

@@ -111,8 +111,8 @@ impl ClusterSnapshot {
         filled.contains(&true)
     }
 
-    /// Whether the API server still confirms the whole snapshot, as far as the agent can know. Nodes change every few
-    /// minutes, so a watch of Nodes without an error proves that the API server still sends changes. Errors of other
+    /// Whether the API server still confirms the whole snapshot, as far as the agent can know. This node's Node changes every
+    /// few minutes, and the other Nodes are read again and again, so Nodes without an error prove that the API server still answers. Errors of other
     /// kinds do not count: they stay in `errors` until an object of the kind changes, even if the watch works again.
     #[must_use]
     pub fn is_confirmed(&self) -> bool {
@@ -202,10 +202,21 @@ impl Store {
 }
 
 /// Writes the objects of one watch into the store.
+#[derive(Debug)]
 pub(crate) struct StoreSink<V> {
     pub(crate) store: Store,
     pub(crate) kind: &'static str,
     pub(crate) part: fn(&mut ClusterSnapshot) -> &mut WatchedKind<V>,
+}
+
+impl<V> Clone for StoreSink<V> {
+    fn clone(&self) -> Self {
+        Self {
+            store: self.store.clone(),
+            kind: self.kind,
+            part: self.part,
+        }
+    }
 }
 
 impl<V> WatchSink<V> for StoreSink<V> {
@@ -257,7 +268,7 @@ impl<V> WatchSink<V> for StoreSink<V> {
 }
 
 /// Whether the API server answered and refused access.
-fn is_refusal(error: &watcher::Error) -> bool {
+pub(super) fn is_refusal(error: &watcher::Error) -> bool {
     match error {
         watcher::Error::InitialListFailed(kube::Error::Api(status))
         | watcher::Error::WatchStartFailed(kube::Error::Api(status)) => matches!(status.code, 401 | 403),

@@ -96,7 +96,7 @@ impl<V> WatchedKind<V> {
     }
 }
 
-fn backoff() -> impl Iterator<Item = Duration> {
+pub(super) fn backoff() -> impl Iterator<Item = Duration> {
     // At most a few seconds: requests are cheap, and the node's configuration is outdated until one succeeds.
     ExponentialBuilder::default()
         .with_min_delay(Duration::from_millis(250))
@@ -110,6 +110,12 @@ fn backoff() -> impl Iterator<Item = Duration> {
 fn random_below(limit: u64) -> u64 {
     // Each `RandomState` has other random keys.
     RandomState::new().hash_one(()) % limit
+}
+
+/// A random time of at most `limit`, in whole milliseconds.
+pub(super) fn random_up_to(limit: Duration) -> Duration {
+    let limit = u64::try_from(limit.as_millis()).unwrap_or(u64::MAX - 1);
+    Duration::from_millis(random_below(limit + 1))
 }
 
 /// Draws a timeout from [`WATCH_SECONDS`].

@@ -1,0 +1,476 @@
+//! Keeps the cluster's Nodes up to date without a watch of all of them.
+//!
+//! A kubelet writes the status of its Node at least every five minutes, and a watch of all Nodes receives all of every Node each time: at
+//! 1,000 Nodes of 30 kB, 100 kB/s for each agent. What the agent needs of another Node seldom changes ([`ParsedNode`]). So it watches only
+//! its own Node, and reads another Node when one of these sources shows that it is new or has changed:
+//!
+//! - CSINodes, which it watches. Each kubelet creates one next to its Node; it is deleted with the Node, and otherwise changes only with
+//!   the node's storage drivers.
+//! - the table of Nodes that `kubectl get nodes` shows, which takes about 250 bytes for each Node. The agent requests it at an interval
+//!   that grows with the number of Nodes. It shows Nodes without a kubelet, and changed addresses.
+//! - a new Node itself, which gets its pod CIDRs and WireGuard address only after some seconds.
+//!
+//! The table does not show the WireGuard addresses of Nodes. Therefore all Nodes are listed again after long intervals, and after this node
+//! has taken a new WireGuard address, because another node may have taken the same one at the same time.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+};
+
+use k8s_openapi::api::{core::v1::Node, storage::v1::CSINode};
+use kube::{Api, Client, ResourceExt, api::ListParams, runtime::watcher};
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+
+use super::{
+    objects::ParsedNode,
+    store::{StoreSink, is_refusal},
+    watch::{WatchSink, WatchedKind, backoff, random_up_to, watch_kind},
+};
+
+mod table;
+
+/// The number of Nodes in one page of a list.
+const PAGE: u32 = 100;
+/// The shortest time between two requests for the table.
+const TABLE_AT_LEAST: Duration = Duration::from_secs(10);
+/// The time between two requests for the table, for each Node of the cluster: 500 bytes a second.
+const TABLE_PER_NODE: Duration = Duration::from_millis(500);
+/// The time between two lists of all Nodes, for each Node of the cluster: 250 bytes a second.
+const LIST_PER_NODE: Duration = Duration::from_secs(120);
+/// The agents read a new Node at different times, spread over this time for each Node of the cluster.
+const READ_SPREAD_PER_NODE: Duration = Duration::from_millis(2);
+/// The time until a Node that still lacks values is read again.
+const READ_AGAIN: Duration = Duration::from_secs(5);
+/// A Node that is older than this is not expected to get further values.
+const YOUNG_SECONDS: i64 = 600;
+
+/// Keeps the Nodes in the store up to date until the token is cancelled. `own_annotations` are those that this agent writes on its own Node
+/// `me`.
+pub(super) async fn run(
+    client: Client,
+    me: String,
+    own_annotations: &'static [&'static str],
+    sink: StoreSink<ParsedNode>,
+    stop: CancellationToken,
+) {
+    let (csi_names, hints) = watch::channel(BTreeSet::new());
+    let (own_address, own_addresses) = watch::channel(None);
+    let own_sink = OwnNodeSink {
+        me: me.clone(),
+        own: Mutex::default(),
+        address: own_address,
+        nodes: sink.clone(),
+    };
+    let mut directory = Directory {
+        client: client.clone(),
+        me: me.clone(),
+        own_annotations,
+        sink,
+        plan: ReadPlan::default(),
+        has_failed: false,
+    };
+    // The first list, before the watches: until then, the store has no complete set of Nodes to which they could add their changes.
+    tokio::select! {
+        () = stop.cancelled() => return,
+        () = directory.list_until_success() => {}
+    }
+    let own_watch = watch_kind(
+        Api::<Node>::all(client.clone()),
+        watcher::Config::default().fields(&format!("metadata.name={me}")),
+        move |node| ParsedNode::new(&node, &me, own_annotations),
+        own_sink,
+        stop.clone(),
+    );
+    let csi_watch = watch_kind(
+        Api::<CSINode>::all(client),
+        watcher::Config::default(),
+        |_| (),
+        HintSink {
+            seen: Mutex::default(),
+            names: csi_names,
+            is_refused: AtomicBool::new(false),
+        },
+        stop.clone(),
+    );
+    tokio::join!(own_watch, csi_watch, directory.follow(hints, own_addresses, stop));
+}
+
+/// Puts this node's own Node among the others.
+struct OwnNodeSink {
+    me: String,
+    own: Mutex<WatchedKind<ParsedNode>>,
+    /// The WireGuard address that this node has published.
+    address: watch::Sender<Option<IpAddr>>,
+    nodes: StoreSink<ParsedNode>,
+}
+
+impl WatchSink<ParsedNode> for OwnNodeSink {
+    fn change(&self, change: impl FnOnce(&mut WatchedKind<ParsedNode>) -> bool + Send) {
+        let node = {
+            let mut own = self.own.lock().unwrap_or_else(PoisonError::into_inner);
+            change(&mut own);
+            own.objects().next().map(|(_, node)| node.clone())
+        };
+        let address = node.as_ref().and_then(|node| node.wireguard_ip);
+        self.nodes.change(|nodes| set_node(nodes, &self.me, node));
+        self.address.send_if_modified(|before| {
+            let changed = *before != address;
+            *before = address;
+            changed
+        });
+    }
+
+    fn failed(&self, error: &watcher::Error) {
+        self.nodes.failed(error);
+    }
+}
+
+/// Sets or removes one Node. Returns whether that is a change.
+fn set_node(nodes: &mut WatchedKind<ParsedNode>, name: &str, node: Option<ParsedNode>) -> bool {
+    let WatchedKind::Listed(nodes) = nodes else {
+        return false;
+    };
+    match node {
+        Some(node) if nodes.get(name) == Some(&node) => false,
+        Some(node) => {
+            nodes.insert(name.to_owned(), node);
+            true
+        }
+        None => nodes.remove(name).is_some(),
+    }
+}
+
+/// Forwards the names of the CSINodes.
+struct HintSink {
+    seen: Mutex<WatchedKind<()>>,
+    names: watch::Sender<BTreeSet<String>>,
+    /// The refusal is logged.
+    is_refused: AtomicBool,
+}
+
+impl WatchSink<()> for HintSink {
+    fn change(&self, change: impl FnOnce(&mut WatchedKind<()>) -> bool + Send) {
+        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        if change(&mut seen) {
+            let names = seen.objects().map(|(name, ())| name.to_owned()).collect();
+            self.names.send_replace(names);
+        }
+    }
+
+    fn failed(&self, error: &watcher::Error) {
+        // An API server that does not answer is reported by the other watches.
+        if is_refusal(error) && !self.is_refused.swap(true, Ordering::Relaxed) {
+            tracing::warn!(
+                %error,
+                "this agent's account may not watch CSINodes, so the agent notices new Nodes late: apply deploy/agent.yaml"
+            );
+        }
+    }
+}
+
+/// Which Nodes to read next, and when.
+#[derive(Debug, Default)]
+struct ReadPlan {
+    /// The other Nodes that the agent knows.
+    known: BTreeSet<String>,
+    /// The Nodes to read, each not before this time.
+    to_read: BTreeMap<String, Instant>,
+    /// The last table.
+    rows: BTreeMap<String, String>,
+    /// The last names of CSINodes.
+    hinted: BTreeSet<String>,
+    next_table: Option<Instant>,
+    next_list: Option<Instant>,
+}
+
+/// What to do next.
+#[derive(Debug, PartialEq, Eq)]
+enum Step {
+    List,
+    Table,
+    Read(String),
+}
+
+impl ReadPlan {
+    fn nodes(&self) -> u32 {
+        u32::try_from(self.known.len() + 1).unwrap_or(u32::MAX)
+    }
+
+    fn table_interval(&self) -> Duration {
+        (TABLE_PER_NODE * self.nodes()).max(TABLE_AT_LEAST)
+    }
+
+    /// Plans to read a Node at a time after `now`, so that not all agents of the cluster read it at the same moment.
+    fn read_soon(&mut self, name: &str, now: Instant) {
+        let due = now + random_up_to(READ_SPREAD_PER_NODE * self.nodes());
+        let planned = self.to_read.entry(name.to_owned()).or_insert(due);
+        *planned = due.min(*planned);
+    }
+
+    /// Compares the table with the last one. A Node that is missing in the table is read, too, because the table may come from a cache that
+    /// is behind; the answer to the read is current.
+    fn set_rows(&mut self, rows: BTreeMap<String, String>, me: &str, now: Instant) {
+        let shown = rows.iter().filter(|(name, _)| *name != me);
+        let differs = |(name, row): &(&String, &String)| {
+            !self.known.contains(*name) || self.rows.get(*name).is_some_and(|before| before != *row)
+        };
+        let changed = shown.filter(differs).map(|(name, _)| name);
+        let missing = self.known.iter().filter(|name| !rows.contains_key(*name));
+        let names: Vec<String> = changed.chain(missing).cloned().collect();
+        for name in names {
+            self.read_soon(&name, now);
+        }
+        self.rows = rows;
+        self.plan_table(now);
+    }
+
+    /// Plans the next table after half to all of the interval.
+    fn plan_table(&mut self, now: Instant) {
+        let interval = self.table_interval();
+        self.next_table = Some(now + interval - random_up_to(interval / 2));
+    }
+
+    /// Plans to read the Nodes of new and of deleted CSINodes.
+    fn set_hints(&mut self, names: BTreeSet<String>, me: &str, now: Instant) {
+        let added: Vec<String> = names
+            .iter()
+            .filter(|name| *name != me && !self.known.contains(*name))
+            .cloned()
+            .collect();
+        let removed: Vec<String> = self
+            .hinted
+            .difference(&names)
+            .filter(|name| self.known.contains(*name))
+            .cloned()
+            .collect();
+        for name in added.into_iter().chain(removed) {
+            self.read_soon(&name, now);
+        }
+        self.hinted = names;
+    }
+
+    /// Records that a Node was read at the time `now`, which is `unix` in seconds since 1970.
+    fn set_read(&mut self, name: &str, node: Option<&ParsedNode>, now: Instant, unix: i64) {
+        self.to_read.remove(name);
+        match node {
+            Some(node) => {
+                self.known.insert(name.to_owned());
+                self.read_again_if_incomplete(name, node, now, unix);
+            }
+            None => {
+                self.known.remove(name);
+            }
+        }
+    }
+
+    fn read_again_if_incomplete(&mut self, name: &str, node: &ParsedNode, now: Instant, unix: i64) {
+        let is_incomplete = node.wireguard_ip.is_none() || node.pod_cidrs.is_empty() || node.internal_ips.is_empty();
+        if is_incomplete && unix - node.created < YOUNG_SECONDS {
+            // At most one Node a second.
+            let waiting = u32::try_from(self.to_read.len()).unwrap_or(u32::MAX);
+            let pause = READ_AGAIN.max(Duration::from_secs(1) * waiting);
+            self.to_read.insert(name.to_owned(), now + pause);
+        }
+    }
+
+    /// Records a list of all Nodes.
+    fn set_list<'a>(
+        &mut self,
+        nodes: impl Iterator<Item = (&'a str, &'a ParsedNode)>,
+        me: &str,
+        now: Instant,
+        unix: i64,
+    ) {
+        self.known.clear();
+        self.to_read.clear();
+        for (name, node) in nodes.filter(|(name, _)| *name != me) {
+            self.known.insert(name.to_owned());
+            self.read_again_if_incomplete(name, node, now, unix);
+        }
+        // The number of Nodes is known only now.
+        self.plan_table(now);
+        let interval = LIST_PER_NODE * self.nodes();
+        self.next_list = Some(now + interval - random_up_to(interval / 2));
+    }
+
+    /// Plans a list because this node has taken another WireGuard address. Meanwhile the agents that took theirs at the same time publish
+    /// them.
+    fn set_own_address(&mut self, now: Instant) {
+        let due = now + TABLE_AT_LEAST / 2 + random_up_to(self.table_interval());
+        self.next_list = Some(self.next_list.map_or(due, |next| next.min(due)));
+    }
+
+    /// The next step and its time. A list takes precedence, because it also reads the Nodes.
+    fn next(&self, now: Instant) -> (Instant, Step) {
+        let list = (self.next_list.unwrap_or(now), Step::List);
+        let table = (self.next_table.unwrap_or(now), Step::Table);
+        let read = self.to_read.iter().min_by_key(|(_, due)| **due);
+        let read = read.map(|(name, due)| (*due, Step::Read(name.clone())));
+        let steps = [list, table].into_iter().chain(read);
+        // The first of those with the same time.
+        steps
+            .min_by_key(|(due, _)| (*due).max(now))
+            .unwrap_or((now, Step::Table))
+    }
+}
+
+/// Reads Nodes as [`ReadPlan`] says.
+struct Directory {
+    client: Client,
+    me: String,
+    own_annotations: &'static [&'static str],
+    sink: StoreSink<ParsedNode>,
+    plan: ReadPlan,
+    /// The last request failed.
+    has_failed: bool,
+}
+
+impl Directory {
+    async fn list_until_success(&mut self) {
+        let mut pause = backoff();
+        // The table is older than the list, so a later table shows each change since the list.
+        while self.step(Step::Table).await.is_err() || self.step(Step::List).await.is_err() {
+            tokio::time::sleep(pause.next().unwrap_or(READ_AGAIN)).await;
+        }
+    }
+
+    async fn follow(
+        mut self,
+        mut hints: watch::Receiver<BTreeSet<String>>,
+        mut own_address: watch::Receiver<Option<IpAddr>>,
+        stop: CancellationToken,
+    ) {
+        // The own Node's first state, in which an address may be published already, is no change.
+        let mut before = self.own_address();
+        let mut pause = backoff();
+        loop {
+            let (due, step) = self.plan.next(Instant::now());
+            tokio::select! {
+                () = stop.cancelled() => return,
+                Ok(()) = hints.changed() => {
+                    let names = hints.borrow_and_update().clone();
+                    self.plan.set_hints(names, &self.me, Instant::now());
+                    continue;
+                }
+                Ok(()) = own_address.changed() => {
+                    let address = *own_address.borrow_and_update();
+                    if address.is_some() && address != before {
+                        before = address;
+                        self.plan.set_own_address(Instant::now());
+                    }
+                    continue;
+                }
+                () = tokio::time::sleep_until(due.into()) => {}
+            }
+            let wait = tokio::select! {
+                () = stop.cancelled() => return,
+                done = self.step(step) => match done {
+                    Ok(()) => {
+                        pause = backoff();
+                        continue;
+                    }
+                    Err(()) => pause.next().unwrap_or(READ_AGAIN),
+                },
+            };
+            tokio::select! {
+                () = stop.cancelled() => return,
+                () = tokio::time::sleep(wait) => {}
+            }
+        }
+    }
+
+    fn parse(&self, node: &Node) -> ParsedNode {
+        ParsedNode::new(node, &self.me, self.own_annotations)
+    }
+
+    fn own_address(&self) -> Option<IpAddr> {
+        let snapshot = self.sink.store.snapshot();
+        let mut nodes = snapshot.nodes.objects();
+        nodes
+            .find(|(name, _)| *name == self.me)
+            .and_then(|(_, node)| node.wireguard_ip)
+    }
+
+    /// Takes one step. Reports an error to the store.
+    async fn step(&mut self, step: Step) -> Result<(), ()> {
+        let done = match step {
+            Step::List => self.list().await,
+            Step::Table => self.read_table().await,
+            Step::Read(name) => self.read_node(&name).await,
+        };
+        match done {
+            Ok(()) => {
+                if std::mem::take(&mut self.has_failed) {
+                    self.sink.change(|_| false);
+                }
+                Ok(())
+            }
+            Err(error) => {
+                self.has_failed = true;
+                self.sink.failed(&watcher::Error::InitialListFailed(error));
+                Err(())
+            }
+        }
+    }
+
+    async fn read_table(&mut self) -> Result<(), kube::Error> {
+        let rows = table::read(&self.client).await?;
+        self.plan.set_rows(rows, &self.me, Instant::now());
+        Ok(())
+    }
+
+    async fn list(&mut self) -> Result<(), kube::Error> {
+        let nodes_api: Api<Node> = Api::all(self.client.clone());
+        let mut nodes = BTreeMap::new();
+        let mut params = ListParams::default().limit(PAGE);
+        loop {
+            let page = nodes_api.list(&params).await?;
+            for node in page.items {
+                nodes.insert(node.name_any(), self.parse(&node));
+            }
+            match page.metadata.continue_.filter(|token| !token.is_empty()) {
+                Some(token) => params.continue_token = Some(token),
+                None => break,
+            }
+        }
+        let all = nodes.iter().map(|(name, node)| (name.as_str(), node));
+        self.plan.set_list(all, &self.me, Instant::now(), unix_seconds());
+        self.sink.change(|seen| {
+            if let WatchedKind::Listed(before) = &*seen {
+                // The watch of the own Node is newer than the list.
+                match before.get(&self.me) {
+                    Some(own) => drop(nodes.insert(self.me.clone(), own.clone())),
+                    None => drop(nodes.remove(&self.me)),
+                }
+            }
+            let listed = WatchedKind::Listed(nodes);
+            let changed = *seen != listed;
+            *seen = listed;
+            changed
+        });
+        Ok(())
+    }
+
+    async fn read_node(&mut self, name: &str) -> Result<(), kube::Error> {
+        let node = Api::<Node>::all(self.client.clone()).get_opt(name).await?;
+        let node = node.map(|node| self.parse(&node));
+        self.plan.set_read(name, node.as_ref(), Instant::now(), unix_seconds());
+        self.sink.change(|nodes| set_node(nodes, name, node));
+        Ok(())
+    }
+}
+
+fn unix_seconds() -> i64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    i64::try_from(now.as_secs()).unwrap_or(i64::MAX)
+}
+
+#[cfg(test)]
+mod tests;
