@@ -9,6 +9,7 @@ mod kernel;
 mod load;
 mod policy;
 mod report;
+mod scale;
 mod soak;
 mod tunnel;
 mod wire;
@@ -38,6 +39,8 @@ enum Bench {
     /// Measure gateways for sandboxes on whole clusters: how fast an added or removed grant takes effect, how long a restarted or replaced
     /// gateway is unreachable, throughput by the number of grants, and the resources of an idle gateway.
     Policy(policy::Args),
+    /// Measure what one agent at rest receives from the API server of a cluster with a thousand Nodes, which is real; the kubelets are not.
+    Scale(scale::Args),
     /// Send traffic through our device for minutes, with rekeys, killed processes and changed addresses.
     Soak(soak::Args),
 }
@@ -48,6 +51,7 @@ fn main() -> anyhow::Result<()> {
         Bench::Dataplane(args) => dataplane::run(&args),
         Bench::Kernel(args) => kernel::run(&args),
         Bench::Policy(args) => policy::run(&args),
+        Bench::Scale(args) => scale::run(&args),
         Bench::Soak(args) => soak::run(&args),
     }
 }
