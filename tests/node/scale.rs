@@ -3,6 +3,7 @@
 
 use std::{collections::BTreeMap, os::unix::fs::MetadataExt, path::PathBuf, time::Instant};
 
+use clustermesh_api::{annotations::AgentStatus, names::NODE_AGENT, policy::PeerPolicy};
 use clustermesh_lab::{Running, wait_until};
 use clustermesh_tests::{
     agent::{AS_AGENT, agent_program},
@@ -11,8 +12,8 @@ use clustermesh_tests::{
 use futures::{StreamExt, stream};
 use k8s_openapi::api::core::v1::Node;
 use kube::{
-    Api,
-    api::{Patch, PatchParams, PostParams},
+    Api, ResourceExt,
+    api::{ListParams, Patch, PatchParams, PostParams},
 };
 use nix::sys::signal::Signal;
 use serde_json::json;
@@ -89,6 +90,8 @@ async fn fifty_nodes_join_and_leave_without_loss_for_others() {
         "each has a tunnel to the hub's node after {:.1} s",
         began.elapsed().as_secs_f64()
     );
+
+    nodes.print_rate_of_reports(CLUSTERS[1], all).await;
 
     let began = Instant::now();
     for node in &joined {
@@ -182,6 +185,50 @@ impl Nodes<'_> {
             .patch_status(name, &PatchParams::default(), &patch)
             .await
             .expect("the Node's status");
+    }
+
+    /// Changes the policies of a cluster, which all agents report as their new revision, and prints how many reports come in a second.
+    async fn print_rate_of_reports(&self, cluster: &str, agents: usize) {
+        let before = self.reports(cluster).await;
+        assert_eq!(before.len(), agents, "{before:?}");
+        let policy: PeerPolicy = serde_json::from_value(json!({
+            "metadata": {"name": "further"}, "spec": {"source": "further", "sources": [], "networks": [], "allow": []},
+        }))
+        .expect("a PeerPolicy");
+        let policies: Api<PeerPolicy> = Api::all(self.env.client(cluster).await);
+        let created = policies.create(&PostParams::default(), &policy).await;
+        created.expect("create the PeerPolicy");
+        let changed = Instant::now();
+        let mut reported: BTreeMap<String, f64> = BTreeMap::new();
+        wait_until("all agents to report the new policies", LATER, async || {
+            for (node, revision) in self.reports(cluster).await {
+                if before.get(&node) != Some(&revision) {
+                    reported.entry(node).or_insert(changed.elapsed().as_secs_f64());
+                }
+            }
+            let count = reported.len();
+            (count == agents).then_some(()).ok_or(format!("{count} of {agents}"))
+        })
+        .await
+        .expect("the reports");
+        let times: Vec<f64> = reported.into_values().collect();
+        let within_a_second = |from: &f64| times.iter().filter(|at| (*from..from + 1.0).contains(*at)).count();
+        println!(
+            "{agents} agents reported within {:.1} s, at most {} in a second",
+            times.iter().copied().fold(0.0, f64::max),
+            times.iter().map(within_a_second).max().unwrap_or_default()
+        );
+    }
+
+    /// The revision of the policies that each agent of a cluster reports.
+    async fn reports(&self, cluster: &str) -> BTreeMap<String, String> {
+        let nodes: Api<Node> = Api::all(self.env.client(cluster).await);
+        let nodes = nodes.list(&ListParams::default()).await.expect("the Nodes");
+        let report = |node: Node| {
+            let status = AgentStatus::parse(node.annotations().get(NODE_AGENT)?).ok()?;
+            Some((node.name_any(), status.policy_revision))
+        };
+        nodes.items.into_iter().filter_map(report).collect()
     }
 
     /// Waits until the node has this number of peers, and a handshake with each.
