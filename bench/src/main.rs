@@ -7,6 +7,7 @@ mod cpu;
 mod dataplane;
 mod kernel;
 mod load;
+mod plan;
 mod policy;
 mod report;
 mod scale;
@@ -36,6 +37,8 @@ enum Bench {
     /// Compare wg-agent with the kernel backend to WireGuard configured by hand, on this machine's kernel. `dataplane --vm` runs this in
     /// the virtual machine.
     Kernel(kernel::Args),
+    /// Measure how long the controller computes for a large mesh: snapshot, plan and diff, in one process.
+    Plan(plan::Args),
     /// Measure gateways for sandboxes on whole clusters: how fast an added or removed grant takes effect, how long a restarted or replaced
     /// gateway is unreachable, throughput by the number of grants, and the resources of an idle gateway.
     Policy(policy::Args),
@@ -50,6 +53,7 @@ fn main() -> anyhow::Result<()> {
         Bench::Churn(args) => churn::run(&args),
         Bench::Dataplane(args) => dataplane::run(&args),
         Bench::Kernel(args) => kernel::run(&args),
+        Bench::Plan(args) => plan::run(&args),
         Bench::Policy(args) => policy::run(&args),
         Bench::Scale(args) => scale::run(&args),
         Bench::Soak(args) => soak::run(&args),

@@ -1,0 +1,308 @@
+//! Measures the planner, for `cargo xtask bench plan`: conversion, snapshot, plan and diff of meshed clusters, for a first plan and for
+//! one changed Node. Times are CPU times of the only thread, so that other load of the machine counts little. Arguments: clusters, Nodes
+//! of each cluster, rounds.
+
+use std::{collections::BTreeMap, net::Ipv4Addr, time::Duration};
+
+use clustermesh_api::{convert, names::Names};
+use clustermesh_core::{
+    diff::{Item, Step, diff},
+    mesh::{Addressing, Cluster, ClusterIdentity, Locations, Mesh, MeshId, PodNetwork, Profile},
+    observe::{Member, Observation, Observations, ObservedPeer, ObservedPolicy},
+    plan::{Plan, Settings, plan},
+};
+use k8s_openapi::api::core::v1::Node;
+use rustix::time::{ClockId, clock_gettime};
+use serde_json::json;
+
+/// A moment in the CPU time of this thread.
+struct Began(Duration);
+
+impl Began {
+    fn now() -> Self {
+        let now = clock_gettime(ClockId::ThreadCPUTime);
+        Self(Duration::new(
+            now.tv_sec.try_into().unwrap(),
+            now.tv_nsec.try_into().unwrap(),
+        ))
+    }
+
+    fn elapsed(&self) -> Duration {
+        Self::now().0 - self.0
+    }
+}
+
+/// The times of one pass.
+#[derive(Default, Clone, Copy)]
+struct Times {
+    snapshot: Duration,
+    plan: Duration,
+    diff: Duration,
+    steps: usize,
+}
+
+struct World {
+    mesh: Mesh,
+    seen: Observations,
+    names: Names,
+    settings: Settings,
+}
+
+fn identity(cluster: usize) -> ClusterIdentity {
+    if cluster == 0 {
+        return ClusterIdentity::Local;
+    }
+    ClusterIdentity::Secret {
+        namespace: "meshes".into(),
+        name: format!("tenant-{cluster:02}-kubeconfig"),
+        key: "value".into(),
+        context: None,
+    }
+}
+
+fn entry(cluster: usize) -> Cluster {
+    let allowed = [
+        format!("10.{}.0.0/14", cluster * 4),
+        format!("100.{}.0.0/16", 64 + cluster),
+        // A Service network, which is anchored.
+        format!("10.{}.0.0/16", 128 + cluster),
+    ];
+    Cluster {
+        name: if cluster == 0 {
+            "mgmt".into()
+        } else {
+            format!("tenant-{cluster:02}")
+        },
+        identity: identity(cluster),
+        profile: Profile::ClusterMeshed,
+        addressing: Addressing::Routed,
+        allowed: allowed.iter().map(|net| net.parse().unwrap()).collect(),
+        anchored: None,
+        previous_anchors: BTreeMap::new(),
+        anchors: 1,
+        pod_network: PodNetwork::PerNode,
+        exports: vec![],
+        wireguard_port: 51820,
+        persistent_keepalive: 0,
+        locations: Locations::Ignored,
+        endpoint_networks: vec![],
+        egress: vec![],
+        quarantine: false,
+        confined_to: None,
+        max_nodes: 5000,
+    }
+}
+
+/// A Node of a cloud, as its agent annotates it, with an image list like that of the kubelet.
+fn node(cluster: usize, number: usize, port: u16) -> Node {
+    let mut key = [0x5a; 32];
+    key[..4].copy_from_slice(&u32::try_from(cluster * 100_000 + number).unwrap().to_be_bytes());
+    let pods = Ipv4Addr::from(0x0a00_0000 + u32::try_from((cluster << 18) + (number << 8)).unwrap());
+    let (high, low) = (number >> 8, number & 255);
+    serde_json::from_value(json!({
+        "metadata": {
+            "name": format!("worker-{number:04}.tenant-{cluster:02}.example.net"),
+            "creationTimestamp": k8s_openapi::jiff::Timestamp::from_second(1_790_000_000 + i64::try_from(number % 7).unwrap()).unwrap().to_string(),
+            "labels": { "kubernetes.io/os": "linux", "topology.kubernetes.io/region": "eu-1" },
+            "annotations": {
+                "kilo.squat.ai/key": clustermesh_core::key::PublicKey::new(key).to_string(),
+                "kilo.squat.ai/wireguard-ip": format!("100.{}.{high}.{low}/16", 64 + cluster),
+                "kilo.squat.ai/endpoint": format!("20.{cluster}.{high}.{low}:{port}"),
+                "kilo-clustermesh.io/agent": r#"{"version":"0.1.0","mode":"full"}"#,
+            },
+        },
+        "spec": { "podCIDRs": [format!("{pods}/24")] },
+        "status": {
+            "addresses": [
+                { "type": "InternalIP", "address": format!("172.{}.{high}.{low}", 16 + cluster) },
+                { "type": "ExternalIP", "address": format!("20.{cluster}.{high}.{low}") },
+                { "type": "Hostname", "address": format!("worker-{number:04}") },
+            ],
+            "conditions": [{ "type": "Ready", "status": "True" }],
+        },
+    }))
+    .unwrap()
+}
+
+impl World {
+    fn new(clusters: usize, nodes: usize) -> (Self, Duration) {
+        let mut converting = Duration::ZERO;
+        let mut members = BTreeMap::new();
+        for cluster in 0..clusters {
+            let objects: Vec<Node> = (0..nodes).map(|number| node(cluster, number, 51820)).collect();
+            let began = Began::now();
+            let nodes = objects
+                .iter()
+                .map(|node| (node.metadata.name.clone().unwrap(), convert::node::to_core(node)))
+                .collect();
+            converting += began.elapsed();
+            let member = Member {
+                uid: Some(format!("uid-{cluster}")),
+                nodes,
+                peers: Some(BTreeMap::new()),
+                policies: Some(BTreeMap::new()),
+                accesses: Some(BTreeMap::new()),
+                api_endpoints: [format!("172.{}.255.1:6443", 16 + cluster).parse().unwrap()].into(),
+                ..Member::default()
+            };
+            members.insert(identity(cluster), Observation::Fresh(member));
+        }
+        let mesh = Mesh {
+            id: MeshId {
+                namespace: "meshes".into(),
+                name: "prod".into(),
+            },
+            clusters: (0..clusters).map(entry).collect(),
+            created: 1,
+            paused: false,
+            deleting: false,
+            adopt_hub: None,
+            accepted: BTreeMap::new(),
+        };
+        let seen = Observations {
+            members,
+            hub: "5f0e6c1a-hub".into(),
+            resolved: BTreeMap::new(),
+        };
+        let names = Names { hub: seen.hub.clone() };
+        (
+            Self {
+                mesh,
+                seen,
+                names,
+                settings: Settings::default(),
+            },
+            converting,
+        )
+    }
+
+    fn member(&mut self, cluster: usize) -> &mut Member {
+        match self.seen.members.get_mut(&identity(cluster)) {
+            Some(Observation::Fresh(member)) => member,
+            _ => unreachable!("every member is fresh"),
+        }
+    }
+
+    /// Runs one pass.
+    fn pass(&mut self) -> (Times, Plan, BTreeMap<ClusterIdentity, Vec<Step>>) {
+        let began = Began::now();
+        let seen = self.seen.clone();
+        let snapshot = began.elapsed();
+        let began = Began::now();
+        let plan = plan(std::slice::from_ref(&self.mesh), &seen, &self.settings, &self.names);
+        let planned = began.elapsed();
+        let began = Began::now();
+        let steps: BTreeMap<_, _> = (seen.members.iter())
+            .map(|(identity, observation)| (identity.clone(), diff(&plan, identity, observation.last().unwrap())))
+            .collect();
+        let times = Times {
+            snapshot,
+            plan: planned,
+            diff: began.elapsed(),
+            steps: steps.values().map(Vec::len).sum(),
+        };
+        (times, plan, steps)
+    }
+
+    /// Changes the observed state as the API servers do after the writes.
+    fn write(&mut self, plan: &Plan, steps: BTreeMap<ClusterIdentity, Vec<Step>>) {
+        for (identity, steps) in steps {
+            let Some(Observation::Fresh(member)) = self.seen.members.get_mut(&identity) else {
+                continue;
+            };
+            for step in steps {
+                match step.item {
+                    Item::Peer(name, None) => drop(member.peers.as_mut().unwrap().remove(&name)),
+                    Item::Peer(name, Some(spec)) => {
+                        let peer = ObservedPeer {
+                            owner: step.owner,
+                            spec: Ok(spec),
+                        };
+                        member.peers.as_mut().unwrap().insert(name, peer);
+                    }
+                    Item::Policy(name, Some(spec)) => {
+                        let policy = ObservedPolicy {
+                            owner: step.owner,
+                            spec: Ok(spec),
+                        };
+                        member.policies.as_mut().unwrap().insert(name, policy);
+                    }
+                    other => unreachable!("no such step in this mesh: {other:?}"),
+                }
+            }
+        }
+        // The controller stores the anchors in the status.
+        let planned = &plan.meshes[&self.mesh.id];
+        for cluster in &mut self.mesh.clusters {
+            cluster.previous_anchors = planned.clusters[&cluster.name].anchored.clone();
+            self.mesh
+                .accepted
+                .insert(cluster.name.clone(), planned.clusters[&cluster.name].accepted.clone());
+        }
+    }
+}
+
+/// Prints the least time of each part: other load of the machine only adds time.
+fn print(what: &str, times: &[Times]) {
+    let least = |of: fn(&Times) -> Duration| times.iter().map(of).min().unwrap_or_default().as_secs_f64() * 1e3;
+    let total = least(|t| t.snapshot + t.plan + t.diff);
+    let (snapshot, plan, diff) = (least(|t| t.snapshot), least(|t| t.plan), least(|t| t.diff));
+    println!(
+        "{what:44} {snapshot:9.1} {plan:9.1} {diff:9.1} {total:9.1} {:7}",
+        times[0].steps
+    );
+}
+
+/// Makes the changed Node from the round and the number of Nodes; `None` = a Node is removed.
+type Change = fn(usize, usize) -> Option<Node>;
+
+fn main() {
+    let arguments: Vec<usize> = std::env::args()
+        .skip(1)
+        .map(|text| text.parse().expect("a number"))
+        .collect();
+    let &[clusters, nodes, rounds] = &arguments[..] else {
+        panic!("arguments: clusters, nodes, rounds")
+    };
+    let (mut world, converting) = World::new(clusters, nodes);
+    println!("{clusters} clusters x {nodes} Nodes; least CPU time of {rounds} rounds, ms");
+    println!("conversion of all Node objects: {:.1}", converting.as_secs_f64() * 1e3);
+    println!(
+        "{:44} {:>9} {:>9} {:>9} {:>9} {:>7}",
+        "", "snapshot", "plan", "diff", "total", "writes"
+    );
+    let (_, plan, steps) = world.pass();
+    let first: Vec<Times> = (0..rounds).map(|_| world.pass().0).collect();
+    print("first pass", &first);
+    world.write(&plan, steps);
+    let (_, plan, steps) = world.pass();
+    world.write(&plan, steps);
+    let quiet: Vec<Times> = (0..rounds).map(|_| world.pass().0).collect();
+    print("nothing changed", &quiet);
+    let changes: [(&str, Change); 3] = [
+        ("endpoint of one Node changed", |round, _| {
+            Some(node(1, 7, 20_000 + u16::try_from(round).unwrap()))
+        }),
+        ("one Node added", |round, nodes| Some(node(1, nodes + 1 + round, 51820))),
+        ("one Node gone", |_, _| None),
+    ];
+    for (what, change) in changes {
+        let (mut changed, mut written) = (Vec::new(), Vec::new());
+        for round in 0..rounds {
+            let member = world.member(1);
+            match change(round, nodes) {
+                Some(node) => {
+                    let name = node.metadata.name.clone().unwrap();
+                    member.nodes.insert(name, convert::node::to_core(&node));
+                }
+                None => drop(member.nodes.pop_last()),
+            }
+            let (times, plan, steps) = world.pass();
+            world.write(&plan, steps);
+            changed.push(times);
+            written.push(world.pass().0);
+        }
+        print(what, &changed);
+        print("  after its writes", &written);
+    }
+}
