@@ -171,11 +171,12 @@ fn find_open_sources(
     // A target that enforces no PeerPolicies has no planned Peers of a quarantined source. There the quarantine is in effect only when
     // the existing Peers are deleted.
     for existing in member.peers.iter().flat_map(BTreeMap::values) {
-        let Some(source) = existing.owner.source_cluster.as_ref().filter(|_| ours(&existing.owner)) else {
+        let Some(source) = existing.owner.source_cluster.as_ref() else {
             continue;
         };
-        let kept = target_plan.is_some_and(|target_plan| target_plan.peers.values().any(|peer| peer.source == *source));
-        if quarantined.contains(&**source) && !kept {
+        let is_kept = || target_plan.is_some_and(|plan| plan.peers.values().any(|peer| peer.source == *source));
+        // The cheapest check first: a target may have thousands of Peers.
+        if quarantined.contains(&**source) && !open.contains(source) && ours(&existing.owner) && !is_kept() {
             open.insert(source.clone());
         }
     }
