@@ -1,6 +1,9 @@
 //! Compares the plan with the observed objects of one member, and lists the writes that are needed, in a safe order.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    borrow::Cow,
+    collections::{BTreeMap, BTreeSet},
+};
 
 use ipnet::IpNet;
 
@@ -13,6 +16,7 @@ use crate::{
 
 mod fields;
 mod order;
+mod slices;
 
 use fields::{access_fields, differing, peer_fields, policy_fields};
 pub(crate) use order::{PeerOrder, desired_spec, existing_spec, gained_prefixes, lost_prefixes};
@@ -141,16 +145,13 @@ fn steps(differ: Differ<'_>, member: &Member) -> Vec<Step> {
     if let Some(existing) = &member.policies {
         let existing = existing
             .iter()
-            .map(|(name, policy)| (name.clone(), (&policy.owner, policy.spec.as_ref().ok())));
+            .map(|(name, policy)| (name, &policy.owner, policy.spec.as_ref().ok()));
         let desired = differ.desired(|target| {
-            target
-                .policies
-                .iter()
-                .map(|(name, p)| (name.clone(), (p.source.clone(), p.spec.clone())))
-                .collect()
+            let policies = target.policies.iter();
+            policies.map(|(name, policy)| (Cow::Borrowed(name), &*policy.source, Cow::Borrowed(&policy.spec)))
         });
         let superseded = |_: &String, policy: &PolicySpec| differ.is_any_connected(&policy.networks);
-        let policies = differ.compare(existing.collect(), desired, Item::Policy, superseded, policy_fields);
+        let policies = differ.compare(existing, desired, Item::Policy, superseded, policy_fields);
         steps.extend(
             policies
                 .into_iter()
@@ -160,16 +161,13 @@ fn steps(differ: Differ<'_>, member: &Member) -> Vec<Step> {
     if let Some(existing) = &member.accesses {
         let existing = existing
             .iter()
-            .map(|(name, access)| (name.clone(), (&access.owner, access.spec.as_ref().ok())));
+            .map(|(name, access)| (name, &access.owner, access.spec.as_ref().ok()));
         let desired = differ.desired(|target| {
-            target
-                .accesses
-                .iter()
-                .map(|(name, access)| (name.clone(), (access.source.clone(), access.spec.clone())))
-                .collect()
+            let accesses = target.accesses.iter();
+            accesses.map(|(name, access)| (Cow::Borrowed(name), &*access.source, Cow::Borrowed(&access.spec)))
         });
         let superseded = |_: &String, access: &AccessSpec| differ.is_any_connected(&access.networks);
-        let accesses = differ.compare(existing.collect(), desired, Item::Access, superseded, access_fields);
+        let accesses = differ.compare(existing, desired, Item::Access, superseded, access_fields);
         steps.extend(accesses.into_iter().map(|step| (0, step)));
     }
     let mirrors: BTreeMap<&ObjectName, Mirror> = member
@@ -185,18 +183,15 @@ fn steps(differ: Differ<'_>, member: &Member) -> Vec<Step> {
         .collect();
     let existing = member.services.iter().filter_map(|(name, service)| {
         let owner = service.managed.as_ref()?;
-        Some((name.clone(), (owner, mirrors.get(name))))
+        Some((name, owner, mirrors.get(name)))
     });
     let desired = differ.desired(|target| {
-        target
-            .services
-            .iter()
-            .map(|(name, s)| (name.clone(), (s.source.clone(), s.mirror())))
-            .collect()
+        let services = target.services.iter();
+        services.map(|(name, service)| (Cow::Borrowed(name), &*service.source, Cow::Owned(service.mirror())))
     });
     // An orphaned Service is never deleted as superseded: if a mesh plans one with the same name, it is updated.
     let superseded = |_: &ObjectName, _: &Mirror| false;
-    let services = differ.compare(existing.collect(), desired, Item::Service, superseded, |old, new| {
+    let services = differ.compare(existing, desired, Item::Service, superseded, |old, new| {
         differing([
             ("spec.ports", old.ports != new.ports),
             ("spec.ipFamilyPolicy", !old.families.cover(new.families)),
@@ -228,6 +223,15 @@ fn steps(differ: Differ<'_>, member: &Member) -> Vec<Step> {
     );
     steps.sort_by_key(|(phase, _)| *phase);
     steps.into_iter().map(|(_, step)| step).collect()
+}
+
+/// An object of the plan.
+struct Desired<'a, K: Clone, V: Clone> {
+    name: Cow<'a, K>,
+    mesh: &'a MeshId,
+    /// The source, by its entry's name.
+    source: &'a str,
+    value: Cow<'a, V>,
 }
 
 struct Differ<'a> {
@@ -262,31 +266,52 @@ impl<'a> Differ<'a> {
             .any(|(id, plan, target)| id == mesh && !plan.deleting && target.kept_services.contains(service))
     }
 
-    fn desired<K: Ord, V>(
+    /// The desired objects of one kind in all active meshes, sorted. If two meshes plan objects with the same name, the first counts.
+    fn desired<K: Ord + Clone + 'a, V: Clone + 'a, L>(
         &self,
-        list: impl Fn(&TargetPlan) -> Vec<(K, (String, V))>,
-    ) -> BTreeMap<K, (Owner, MeshId, V)> {
-        let mut desired = BTreeMap::new();
-        for (id, mesh, target) in self.targets() {
-            if self.is_paused(mesh) || mesh.deleting {
+        list: impl Fn(&'a TargetPlan) -> L,
+    ) -> Vec<Desired<'a, K, V>>
+    where
+        L: Iterator<Item = (Cow<'a, K>, &'a str, Cow<'a, V>)>,
+    {
+        let mut desired = Vec::new();
+        for (mesh, plan, target) in self.targets() {
+            if self.is_paused(plan) || plan.deleting {
                 continue;
             }
-            for (name, (source, value)) in list(target) {
-                desired
-                    .entry(name)
-                    .or_insert_with(|| (self.owner(id, source), id.clone(), value));
-            }
+            desired.extend(list(target).map(|(name, source, value)| Desired {
+                name,
+                mesh,
+                source,
+                value,
+            }));
         }
+        desired.sort_by(|one, other| one.name.cmp(&other.name));
+        desired.dedup_by(|later, first| later.name == first.name);
         desired
     }
 
-    fn owner(&self, mesh: &MeshId, source: String) -> Owner {
+    fn owner(&self, mesh: &MeshId, source: &str) -> Owner {
         Owner {
             mesh: Some(mesh.name.clone()),
             mesh_namespace: Some(mesh.namespace.clone()),
             hub: Some(self.plan.hub.clone()),
-            source_cluster: Some(source),
+            source_cluster: Some(source.to_owned()),
         }
+    }
+
+    /// Whether `owner` equals the result of [`Self::owner`].
+    fn is_owner(&self, owner: &Owner, mesh: &MeshId, source: &str) -> bool {
+        let Owner {
+            mesh: name,
+            mesh_namespace,
+            hub,
+            source_cluster,
+        } = owner;
+        source_cluster.as_deref() == Some(source)
+            && name.as_ref() == Some(&mesh.name)
+            && mesh_namespace.as_ref() == Some(&mesh.namespace)
+            && hub.as_ref() == Some(&self.plan.hub)
     }
 
     /// The mesh for which an object that is not in the plan may be deleted; `None` = the object is kept.
@@ -314,54 +339,66 @@ impl<'a> Differ<'a> {
 
     /// Compares the objects of one kind. `superseded` = an active mesh replaces the object, so it is deleted even if it is an
     /// orphan ([`Self::mesh_allowing_delete`]). `fields` lists the fields that differ.
-    fn compare<K: Ord + Clone, V: Clone>(
+    /// Both `existing` and `desired` are sorted by name. The steps are: all deletes, then the others, each by name.
+    fn compare<'v, K: Ord + Clone + 'v, V: Clone + 'v>(
         &self,
-        existing: BTreeMap<K, (&Owner, Option<&V>)>,
-        desired: BTreeMap<K, (Owner, MeshId, V)>,
+        existing: impl Iterator<Item = (&'v K, &'v Owner, Option<&'v V>)>,
+        desired: Vec<Desired<'_, K, V>>,
         item: impl Fn(K, Option<V>) -> Item,
         superseded: impl Fn(&K, &V) -> bool,
         fields: impl Fn(&V, &V) -> Vec<&'static str>,
     ) -> Vec<Step> {
-        let mut steps = Vec::new();
-        for (name, (owner, value)) in &existing {
-            if !desired.contains_key(name)
-                && let Some(mesh) =
-                    self.mesh_allowing_delete(owner, || value.is_some_and(|value| superseded(name, value)))
-            {
-                let owner = (*owner).clone();
-                steps.push(Step {
-                    mesh,
-                    action: Action::Delete,
-                    item: item(name.clone(), None),
-                    owner,
-                    fields: vec![],
-                });
+        let (mut steps, mut writes) = (Vec::new(), Vec::new());
+        let mut existing = existing.peekable();
+        let mut delete = |(name, owner, value): (&K, &Owner, Option<&V>)| {
+            let mesh = self.mesh_allowing_delete(owner, || value.is_some_and(|value| superseded(name, value)));
+            steps.extend(mesh.map(|mesh| Step {
+                mesh,
+                action: Action::Delete,
+                item: item(name.clone(), None),
+                owner: owner.clone(),
+                fields: vec![],
+            }));
+        };
+        for Desired {
+            name,
+            mesh,
+            source,
+            value,
+        } in desired
+        {
+            let mut same = None;
+            while let Some(object) = existing.next_if(|(existing, ..)| **existing <= *name) {
+                if *object.0 == *name {
+                    same = Some(object);
+                } else {
+                    delete(object);
+                }
             }
-        }
-        for (name, (owner, mesh, value)) in desired {
-            let (action, fields) = match existing.get(&name) {
+            let (action, fields) = match same {
                 None => (Action::Create, vec![]),
-                // Foreign objects are never overwritten. The planner has chosen another name, or reported the conflict.
-                Some((existing, _)) if self.is_foreign(existing) => continue,
-                Some((existing, existing_value)) => {
+                Some((_, owner, existing_value)) => {
                     let mut differing = existing_value.map_or_else(|| vec!["spec"], |old| fields(old, &value));
-                    if **existing != owner {
+                    if !self.is_owner(owner, mesh, source) {
                         differing.push("metadata.labels");
                     }
-                    if differing.is_empty() {
+                    // Foreign objects are never overwritten. The planner has chosen another name, or reported the conflict.
+                    if differing.is_empty() || self.is_foreign(owner) {
                         continue;
                     }
                     (Action::Update, differing)
                 }
             };
-            steps.push(Step {
-                mesh,
+            writes.push(Step {
+                mesh: mesh.clone(),
                 action,
-                item: item(name, Some(value)),
-                owner,
+                item: item(name.into_owned(), Some(value.into_owned())),
+                owner: self.owner(mesh, source),
                 fields,
             });
         }
+        existing.for_each(delete);
+        steps.extend(writes);
         steps
     }
 
@@ -370,25 +407,23 @@ impl<'a> Differ<'a> {
     }
 
     fn peers(&self, existing: &BTreeMap<String, ObservedPeer>) -> Vec<Step> {
-        let existing = existing
-            .iter()
-            .map(|(name, peer)| (name.clone(), (&peer.owner, peer.spec.as_ref().ok())));
-        let desired = self.desired(|target| {
-            target
-                .peers
-                .iter()
-                .map(|(name, p)| (name.clone(), (p.source.clone(), p.spec.clone())))
-                .collect()
-        });
-        let mut active = self
-            .targets()
-            .filter(|(_, mesh, _)| !self.is_paused(mesh) && !mesh.deleting);
         let is_own_node = |spec: &PeerSpec| matches!(spec.role, PeerRole::OwnNode(_));
-        let has_own_nodes = active.any(|(.., target)| target.peers.values().any(|peer| is_own_node(&peer.spec)));
-        let superseded = |_: &String, peer: &PeerSpec| {
-            is_own_node(peer) && has_own_nodes || self.is_any_connected(&peer.allowed_ips)
+        let has_own_nodes = || {
+            let mut active = self
+                .targets()
+                .filter(|(_, mesh, _)| !self.is_paused(mesh) && !mesh.deleting);
+            active.any(|(.., target)| target.peers.values().any(|peer| is_own_node(&peer.spec)))
         };
-        self.compare(existing.collect(), desired, Item::Peer, superseded, peer_fields)
+        let superseded = |_: &String, peer: &PeerSpec| {
+            is_own_node(peer) && has_own_nodes() || self.is_any_connected(&peer.allowed_ips)
+        };
+        let existing = existing.iter();
+        let existing = existing.map(|(name, peer)| (name, &peer.owner, peer.spec.as_ref().ok()));
+        let desired = self.desired(|target| {
+            let peers = target.peers.iter();
+            peers.map(|(name, peer)| (Cow::Borrowed(name), &*peer.source, Cow::Borrowed(&peer.spec)))
+        });
+        self.compare(existing, desired, Item::Peer, superseded, peer_fields)
     }
 
     /// Whether an active mesh connects one of these networks to this member.
@@ -400,58 +435,5 @@ impl<'a> Differ<'a> {
             .collect();
         let is_connected = |net: &IpNet| connected.iter().any(|other| overlap(*other, *net));
         networks.into_iter().any(is_connected)
-    }
-
-    fn slices(&self, member: &Member) -> Vec<Step> {
-        type ServiceAndSlice = (String, PlannedSlice);
-        let observed: BTreeMap<ObjectName, (&Owner, ServiceAndSlice)> = member
-            .slices
-            .iter()
-            .filter_map(|(name, slice)| {
-                let planned = PlannedSlice {
-                    v6: slice.v6,
-                    ports: slice.ports.clone(),
-                    endpoints: slice.endpoints.clone(),
-                };
-                Some((
-                    name.clone(),
-                    (slice.managed.as_ref()?, (slice.service.clone(), planned)),
-                ))
-            })
-            .collect();
-        let existing = observed
-            .iter()
-            .map(|(name, (owner, slice))| (name.clone(), (*owner, Some(slice))))
-            .collect();
-        let desired = self.desired(|target| {
-            let mut slices = Vec::new();
-            for (service, planned) in &target.services {
-                for (name, slice) in &planned.slices {
-                    let name = ObjectName {
-                        namespace: service.namespace.clone(),
-                        name: name.clone(),
-                    };
-                    slices.push((name, (planned.source.clone(), (service.name.clone(), slice.clone()))));
-                }
-            }
-            slices
-        });
-        let service_of = |name: &ObjectName, service: &str| ObjectName {
-            namespace: name.namespace.clone(),
-            name: service.to_owned(),
-        };
-        let services: BTreeSet<ObjectName> = desired
-            .iter()
-            .map(|(name, (.., (service, _)))| service_of(name, service))
-            .collect();
-        let superseded =
-            |name: &ObjectName, (service, _): &ServiceAndSlice| services.contains(&service_of(name, service));
-        self.compare(existing, desired, Item::Slice, superseded, |(_, old), (_, new)| {
-            differing([
-                ("addressType", old.v6 != new.v6),
-                ("ports", old.ports != new.ports),
-                ("endpoints", old.endpoints != new.endpoints),
-            ])
-        })
     }
 }

@@ -101,7 +101,7 @@ mod tests {
                 },
             };
             TargetPlan {
-                peers: ["1", "2"].map(|node| (node.to_owned(), peer(node))).into(),
+                peers: ["1", "2"].map(|node| (node.to_owned(), peer(node).into())).into(),
                 ..TargetPlan::default()
             }
         };

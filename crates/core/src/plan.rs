@@ -74,6 +74,13 @@ pub fn plan(meshes: &[Mesh], seen: &Observations, settings: &Settings, naming: &
         claimants: by_age.iter().map(|mesh| Claimant::from(*mesh)).collect(),
         hub: seen.hub.clone(),
     };
+    // For each cluster, the number of entries that are not planned yet.
+    let mut entries_left: BTreeMap<ClusterIdentity, usize> = BTreeMap::new();
+    for cluster in by_age.iter().flat_map(|mesh| &mesh.clusters) {
+        *entries_left
+            .entry(target::canonical_identity(&cluster.identity))
+            .or_default() += 1;
+    }
     let mut used: BTreeMap<ClusterIdentity, target::UsedNames> = BTreeMap::new();
     for mesh in &by_age {
         let claimants = &plan.claimants;
@@ -88,12 +95,17 @@ pub fn plan(meshes: &[Mesh], seen: &Observations, settings: &Settings, naming: &
             used: &used,
         };
         let planned = planner.plan();
-        // A paused mesh writes nothing, so it reserves no names.
-        for (name, target) in planned.targets.iter().filter(|_| !planned.paused) {
-            if let Some(identity) = planned.identities.get(name) {
-                used.entry(target::canonical_identity(identity))
-                    .or_default()
-                    .add(target);
+        for cluster in &mesh.clusters {
+            let identity = target::canonical_identity(&cluster.identity);
+            let left = entries_left.entry(identity.clone()).or_default();
+            *left = left.saturating_sub(1);
+            // A paused mesh writes nothing, so it reserves no names.
+            let target = planned
+                .targets
+                .get(&cluster.name)
+                .filter(|_| *left > 0 && !planned.paused);
+            if let Some(target) = target {
+                used.entry(identity).or_default().add(target);
             }
         }
         plan.meshes.insert(mesh.id.clone(), planned);

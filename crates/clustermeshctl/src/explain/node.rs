@@ -199,7 +199,7 @@ fn find_peer<'p>(
             .filter_map(Claim::value)
     };
     let of_location = || peers().find(|(_, peer)| pods().any(|pods| peer.spec.allowed_ips.contains(pods)));
-    own.or_else(of_location).map(|(name, peer)| (&**name, peer))
+    own.or_else(of_location).map(|(name, peer)| (&**name, &**peer))
 }
 
 fn state(steps: &[&Step], is_object: impl Fn(&Item) -> bool) -> &'static str {

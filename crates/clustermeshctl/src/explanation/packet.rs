@@ -41,7 +41,7 @@ fn peers<'p>(
     source: &'p ClusterIdentity,
 ) -> impl Iterator<Item = (&'p String, &'p PlannedPeer)> {
     targets(plan, cluster).flat_map(move |(mesh, target)| {
-        let peers = target.peers.iter();
+        let peers = target.peers.iter().map(|(name, peer)| (name, &**peer));
         peers.filter(move |(_, peer)| is_cluster(mesh, &peer.source, source))
     })
 }

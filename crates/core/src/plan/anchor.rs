@@ -64,7 +64,7 @@ const MAX_ANCHORS: u16 = 64;
 /// Splits each anchored network into one part for each requested anchor (the number is rounded up to a power of two). A network with
 /// fewer addresses is split into single addresses.
 pub(super) fn split_anchored_networks(cluster: &Cluster, registry: &NodeRegistry<'_>) -> Vec<IpNet> {
-    let networks = anchored_networks(cluster, Some(registry)).into_iter();
+    let networks = registry.anchored.iter().copied();
     networks.flat_map(|net| split(net, cluster.anchors)).collect()
 }
 
@@ -93,6 +93,9 @@ pub(super) fn report(mesh: &Mesh, planned: &mut MeshPlan, seen: &Observations) {
         let Some((source, parts)) = parts.get_key_value(&*peer.source) else {
             continue;
         };
+        if parts.is_empty() {
+            continue;
+        }
         for net in peer.spec.allowed_ips.iter().filter_map(|net| parts.get(net)) {
             carriers.entry((*source, *net)).or_default().insert(peer.node.clone());
         }
@@ -129,14 +132,17 @@ pub(super) fn assign(
     parts: &[IpNet],
     anchor_count: u16,
     eligible: &BTreeSet<&str>,
-    current: &BTreeMap<IpNet, String>,
+    current: &BTreeMap<IpNet, &str>,
 ) -> BTreeMap<IpNet, String> {
-    let current_anchor = |part: &IpNet| current.get(part).filter(|node| eligible.contains(node.as_str()));
+    let current_anchor = |part: &IpNet| current.get(part).copied().filter(|node| eligible.contains(node));
     let mut assigned: BTreeMap<IpNet, String> = parts
         .iter()
-        .filter_map(|part| current_anchor(part).map(|node| (*part, node.clone())))
+        .filter_map(|part| current_anchor(part).map(|node| (*part, node.to_owned())))
         .collect();
 
+    if assigned.len() == parts.len() {
+        return assigned;
+    }
     // The pool: current anchors first, then the nodes with the highest weights.
     let mut pool: Vec<&str> = eligible.iter().copied().collect();
     pool.sort_by_key(|node| {

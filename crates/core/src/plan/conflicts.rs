@@ -1,11 +1,14 @@
 //! Resolves conflicts between the plans of several meshes for one target, so that each key and each prefix has one owner
 //! (design rule 2), and counts the planned nodes and gateways.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet, HashSet, btree_map::Entry},
+    sync::Arc,
+};
 
 use ipnet::IpNet;
 
-use super::{Fact, MAX_PEERS_PER_TARGET, MeshPlan, Plan, Reason, Skipped, TargetPlan, target};
+use super::{Fact, MAX_PEERS_PER_TARGET, MeshPlan, Plan, PlannedPeer, Reason, Skipped, TargetPlan, target};
 use crate::{
     key::PublicKey,
     mesh::{ClusterIdentity, MeshId},
@@ -16,45 +19,49 @@ use crate::{
 /// Gives each key and each prefix of a target to one mesh (rule 2). Paused meshes are ignored: their plans are not written, and
 /// [`super::peers`] already keeps the keys and prefixes of their existing Peers out of the other plans.
 pub(super) fn resolve_conflicts(plan: &mut Plan, seen: &Observations) {
-    keep_one_peer_per_key(plan, seen);
-    keep_one_owner_per_prefix(plan, seen);
+    let mut entries: BTreeMap<ClusterIdentity, usize> = BTreeMap::new();
+    for planned in plan.meshes.values().filter(|planned| !planned.paused) {
+        for identity in planned
+            .targets
+            .keys()
+            .filter_map(|target| planned.identities.get(target))
+        {
+            *entries.entry(target::canonical_identity(identity)).or_default() += 1;
+        }
+    }
+    // The plan of one target has no conflicts.
+    for cluster in entries
+        .into_iter()
+        .filter_map(|(cluster, count)| (count > 1).then_some(cluster))
+    {
+        keep_one_peer_per_key(plan, seen, &cluster);
+        keep_one_owner_per_prefix(plan, seen, &cluster);
+    }
 }
 
-/// The targets of all meshes that are not paused, oldest mesh first: (rank of the mesh by age, 0 = oldest;
-/// mesh; entry name; plan; cluster; existing Peers).
+/// The entries of one cluster in all meshes that are not paused, oldest mesh first: (rank of the mesh by age, 0 = oldest;
+/// mesh; entry name; plan; existing Peers).
 fn active_targets<'p>(
     plan: &'p Plan,
     seen: &'p Observations,
-) -> impl Iterator<
-    Item = (
-        usize,
-        &'p MeshId,
-        &'p str,
-        &'p TargetPlan,
-        ClusterIdentity,
-        ExistingPeers<'p>,
-    ),
-> {
+    cluster: &'p ClusterIdentity,
+) -> impl Iterator<Item = (usize, &'p MeshId, &'p str, &'p TargetPlan, ExistingPeers<'p>)> {
     let meshes = plan.claimants.iter().enumerate();
     let meshes = meshes.filter_map(|(rank, claimant)| Some((rank, &claimant.mesh, plan.meshes.get(&claimant.mesh)?)));
     let meshes = meshes.filter(|(_, _, planned)| !planned.paused);
     meshes.flat_map(move |(rank, mesh, planned)| {
         planned.targets.iter().filter_map(move |(target, target_plan)| {
-            let identity = planned.identities.get(target)?;
+            let identity = planned
+                .identities
+                .get(target)
+                .filter(|identity| identity.same_cluster(cluster))?;
             let member = seen.members.get(identity).and_then(Observation::last);
             let existing = ExistingPeers {
                 plan,
                 mesh,
                 peers: member.and_then(|member| member.peers.as_ref()),
             };
-            Some((
-                rank,
-                mesh,
-                &**target,
-                target_plan,
-                target::canonical_identity(identity),
-                existing,
-            ))
+            Some((rank, mesh, &**target, target_plan, existing))
         })
     })
 }
@@ -91,16 +98,25 @@ impl<'p> ExistingPeers<'p> {
 
 /// If two meshes plan a Peer with the same key for one target, keeps the Peer that exists already, else the Peer of the older mesh.
 /// If the removed Peer and the kept one describe Nodes of different clusters, the Node of the removed Peer is reported as skipped.
-fn keep_one_peer_per_key(plan: &mut Plan, seen: &Observations) {
+fn keep_one_peer_per_key(plan: &mut Plan, seen: &Observations, cluster: &ClusterIdentity) {
     // (does not exist yet, rank of the mesh, mesh, target, name of the Peer): the smallest claim wins.
     type PeerClaim = (bool, usize, MeshId, String, String);
-    let mut claims: BTreeMap<(ClusterIdentity, PublicKey), Vec<PeerClaim>> = BTreeMap::new();
-    for (rank, mesh, target, target_plan, identity, existing) in active_targets(plan, seen) {
+    let mut counts: BTreeMap<PublicKey, usize> = BTreeMap::new();
+    for (_, _, _, target_plan, _) in active_targets(plan, seen, cluster) {
+        for peer in target_plan.peers.values() {
+            *counts.entry(peer.spec.public_key).or_default() += 1;
+        }
+    }
+    let mut claims: BTreeMap<PublicKey, Vec<PeerClaim>> = BTreeMap::new();
+    for (rank, mesh, target, target_plan, existing) in active_targets(plan, seen, cluster) {
         for (name, peer) in &target_plan.peers {
             let key = peer.spec.public_key;
+            if counts.get(&key) == Some(&1) {
+                continue;
+            }
             let exists = existing.has_key(name, &key);
             let claim = (!exists, rank, mesh.clone(), target.to_owned(), name.clone());
-            claims.entry((identity.clone(), key)).or_default().push(claim);
+            claims.entry(key).or_default().push(claim);
         }
     }
     let source_of = |plan: &Plan, mesh: &MeshId, target: &str, name: &str| {
@@ -108,7 +124,7 @@ fn keep_one_peer_per_key(plan: &mut Plan, seen: &Observations) {
         let peer = planned.targets.get(target)?.peers.get(name)?;
         planned.identities.get(&peer.source).cloned()
     };
-    for ((_, key), mut claims) in claims.into_iter().filter(|(_, claims)| claims.len() > 1) {
+    for (key, mut claims) in claims {
         claims.sort();
         let mut claims = claims.into_iter();
         let Some((_, _, winner, winning_target, winning_peer)) = claims.next() else {
@@ -133,9 +149,9 @@ fn keep_one_peer_per_key(plan: &mut Plan, seen: &Observations) {
             let message = format!(
                 "toward cluster {target:?}: key {key} belongs to Peer {winning_peer} of ClusterMesh {winner} there"
             );
-            let skipped = &mut planned.clusters.entry(skipped_peer.source).or_default().skipped;
+            let skipped = &mut planned.clusters.entry(skipped_peer.source.clone()).or_default().skipped;
             skipped.push(Skipped {
-                node: skipped_peer.node,
+                node: skipped_peer.node.clone(),
                 reason: Reason::PublicKeyDuplicate,
                 message,
                 target: Some(target),
@@ -148,18 +164,24 @@ fn keep_one_peer_per_key(plan: &mut Plan, seen: &Observations) {
 /// If two meshes plan the same prefix for one target, keeps it in the mesh that plans it for a node of the target itself, else in the
 /// mesh whose existing Peers contain it, else in the older mesh. Two meshes with the same source can plan the same anchored network,
 /// because each mesh chooses its anchors independently.
-fn keep_one_owner_per_prefix(plan: &mut Plan, seen: &Observations) {
+fn keep_one_owner_per_prefix(plan: &mut Plan, seen: &Observations, cluster: &ClusterIdentity) {
     // (not a node of the target itself, does not exist yet, rank of the mesh, target): the smallest claim wins.
-    let mut owners: BTreeMap<(ClusterIdentity, IpNet), (bool, bool, usize, String)> = BTreeMap::new();
-    for (rank, _, target, target_plan, identity, existing) in active_targets(plan, seen) {
+    let mut owners: BTreeMap<IpNet, (bool, bool, usize, String)> = BTreeMap::new();
+    let mut conflicts = BTreeSet::new();
+    for (rank, _, target, target_plan, existing) in active_targets(plan, seen, cluster) {
         let existing = existing.prefixes();
         let peers = target_plan.peers.values();
         for (peer, net) in peers.flat_map(|peer| peer.spec.allowed_ips.iter().map(move |net| (peer, net))) {
             let is_own = matches!(peer.spec.role, PeerRole::OwnNode(_));
             let claim = (!is_own, !existing.contains(net), rank, target.to_owned());
-            let owner = owners.entry((identity.clone(), *net)).or_insert_with(|| claim.clone());
-            if claim < *owner {
-                *owner = claim;
+            match owners.entry(*net) {
+                Entry::Vacant(owner) => drop(owner.insert(claim)),
+                Entry::Occupied(mut owner) => {
+                    conflicts.insert(*net);
+                    if claim < *owner.get() {
+                        owner.insert(claim);
+                    }
+                }
             }
         }
     }
@@ -167,14 +189,18 @@ fn keep_one_owner_per_prefix(plan: &mut Plan, seen: &Observations) {
         let planned = plan.meshes.get_mut(&claimant.mesh).filter(|planned| !planned.paused);
         let Some(planned) = planned else { continue };
         for (target, target_plan) in &mut planned.targets {
-            let Some(identity) = planned.identities.get(target).map(target::canonical_identity) else {
+            let identity = planned.identities.get(target);
+            if !identity.is_some_and(|identity| identity.same_cluster(cluster)) {
                 continue;
+            }
+            let is_lost = |net: &IpNet| {
+                let owner = owners.get(net).filter(|_| conflicts.contains(net));
+                owner.is_some_and(|(_, _, owner_rank, owner_target)| *owner_rank != rank || owner_target != target)
             };
             for peer in target_plan.peers.values_mut() {
-                peer.spec.allowed_ips.retain(|net| {
-                    let owner = owners.get(&(identity.clone(), *net));
-                    owner.is_some_and(|(_, _, owner_rank, owner_target)| *owner_rank == rank && owner_target == target)
-                });
+                if peer.spec.allowed_ips.iter().any(is_lost) {
+                    Arc::make_mut(peer).spec.allowed_ips.retain(|net| !is_lost(net));
+                }
             }
         }
     }
@@ -183,10 +209,15 @@ fn keep_one_owner_per_prefix(plan: &mut Plan, seen: &Observations) {
 /// Counts the nodes of each member that have a Peer or an entry in a SandboxAccess, and its gateways that have a Peer in
 /// another member. Reports targets with too many Peers.
 pub(super) fn count_nodes_and_gateways(planned: &mut MeshPlan) {
-    let mut registered: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
-    let mut gateways: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
+    let mut registered: BTreeMap<&str, HashSet<&str>> = BTreeMap::new();
+    let mut gateways: BTreeMap<&str, HashSet<&str>> = BTreeMap::new();
+    // Most targets share the Peer of a node.
+    let mut counted_peers: HashSet<*const PlannedPeer> = HashSet::new();
     for (target, target_plan) in &planned.targets {
         for peer in target_plan.peers.values() {
+            if !counted_peers.insert(Arc::as_ptr(peer)) {
+                continue;
+            }
             let counted = match peer.spec.role {
                 PeerRole::Node => &mut registered,
                 PeerRole::Gateway => &mut gateways,

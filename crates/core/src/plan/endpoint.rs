@@ -275,6 +275,18 @@ pub(super) fn choose_for_gateway(
     kept
 }
 
+/// Whether a node surely has a candidate: the endpoint that it publishes is an address that this target can use, and no person set another
+/// one. Cheaper than [`choose`].
+pub(super) fn has_public_candidate(node: &Node, context: &EndpointContext<'_>) -> bool {
+    let mut explicit = explicit_annotations(node).into_iter();
+    let is_usable = |address: &SocketAddr| {
+        let ip = address.ip().to_canonical();
+        address.port() != 0 && !is_private(ip) && context.allows(ip)
+    };
+    explicit.all(|(_, claim)| *claim == Claim::Absent)
+        && matches!(&node.kilo_endpoint, Claim::Valid(Endpoint::Ip(address)) if is_usable(address))
+}
+
 /// Chooses the endpoint candidates of a node, best first. If an explicit annotation has an address to which this target must not
 /// send, the node is refused in this target.
 ///
@@ -282,7 +294,7 @@ pub(super) fn choose_for_gateway(
 /// their Nodes show. The other endpoints are sorted by the families of the target's nodes, because kg uses only the first candidate.
 pub(super) fn choose(node: &Node, context: &EndpointContext<'_>) -> Result<Candidates, (Reason, String)> {
     let mut unresolved = Vec::new();
-    let mut addresses = Vec::new();
+    let mut addresses = Vec::with_capacity(MAX_CANDIDATES);
     for (name, claim) in explicit_annotations(node) {
         let Some(address) = claim
             .value()
@@ -331,19 +343,15 @@ pub(super) fn choose(node: &Node, context: &EndpointContext<'_>) -> Result<Candi
     // After all others whatever their family is, because these reports may be false.
     addresses.extend(context.discovered_by_others.map(seen_at).into_iter().flatten());
 
-    let mut kept: Vec<SocketAddr> = Vec::new();
-    for address in addresses {
-        let address = SocketAddr::new(address.ip().to_canonical(), address.port());
-        if address.port() != 0
-            && context.allows(address.ip())
-            && !kept.contains(&address)
-            && kept.len() < MAX_CANDIDATES
-        {
-            kept.push(address);
+    let mut kept = 0;
+    for next in 0..addresses.len() {
+        let address = SocketAddr::new(addresses[next].ip().to_canonical(), addresses[next].port());
+        let is_new = !addresses[..kept].contains(&address);
+        if address.port() != 0 && context.allows(address.ip()) && is_new && kept < MAX_CANDIDATES {
+            addresses[kept] = address;
+            kept += 1;
         }
     }
-    Ok(Candidates {
-        addresses: kept,
-        unresolved,
-    })
+    addresses.truncate(kept);
+    Ok(Candidates { addresses, unresolved })
 }

@@ -14,7 +14,7 @@ use ipnet::IpNet;
 use super::{
     PlannedAccess, Reason, endpoint,
     nodes::host_route,
-    peers::PeerPlanner,
+    peers::{OwnNames, PeerPlanner},
     services::{self, AccessPath},
     target::{MeshInputs, MeshMember},
 };
@@ -427,7 +427,7 @@ impl<'a> PeerPlanner<'a, '_> {
                 .naming
                 .peer(self.inputs.mesh, source, &name.to_string(), false)
         });
-        let names_by_rule: BTreeSet<String> = names.collect();
+        let names_by_rule = OwnNames::Gateways(names.collect());
         let serving: Vec<_> = serving().collect();
         for (name, gateway) in serving {
             match self.inputs.peer_parameters(mesh_member, member, self.target, gateway) {

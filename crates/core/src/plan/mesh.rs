@@ -1,7 +1,7 @@
 //! Plans one mesh: prepares its members and their nodes, plans each target, and gives each public key to one node (design rules
 //! 3, 7).
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 use super::{
     ClusterReport, Fact, MeshPlan, Naming, Reason, Settings, Skipped, TargetPlan, anchor, claims, discovered, endpoint,
@@ -285,10 +285,12 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
         for (name, mesh_member) in mesh_members {
             if let (true, Some(member)) = (mesh_member.can_connect, mesh_member.last_observed()) {
                 let existing = |node: &str| self.existing_peers(mesh_members, name, node);
+                let peer_name = |node: &str| self.naming.peer(&self.mesh.id, name, node, false);
                 let builder = nodes::RegistryBuilder {
                     cluster: &mesh_member.cluster,
                     member,
                     existing: &existing,
+                    peer_name: &peer_name,
                 };
                 registries.insert(name.clone(), builder.build());
             }
@@ -330,6 +332,15 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
         mesh_members: &BTreeMap<String, target::MeshMember<'_>>,
         registries: &mut BTreeMap<String, nodes::NodeRegistry<'_>>,
     ) {
+        let is_observed =
+            |name: &String, member: &target::MeshMember<'_>| !member.can_connect || registries.contains_key(name);
+        let mut keys = HashSet::new();
+        let mut registered = registries.values().flat_map(|registry| &registry.registered);
+        if mesh_members.iter().all(|(name, member)| is_observed(name, member))
+            && registered.all(|node| keys.insert(node.key))
+        {
+            return;
+        }
         // (is not local, profile, has no existing object, position of the entry, entry, name of the node): the smallest claim wins. If
         // the member was not observed and a Peer claims the key, the last item is the name of that Peer.
         type KeyClaim = (bool, Profile, bool, usize, String, String);

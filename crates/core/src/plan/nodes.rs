@@ -8,50 +8,18 @@ use std::{
 
 use ipnet::IpNet;
 
-use super::{
-    Fact, HOLD, HOLD_REPORT_DELAY, Reason, Skipped, Uncovered, anchor, endpoint,
-    location::{self, Segments},
-};
+use super::{Fact, HOLD, HOLD_REPORT_DELAY, Reason, Skipped, Uncovered, anchor, endpoint, location};
 use crate::{
-    key::PublicKey,
     mesh::{Addressing, Cluster, PodNetwork, Profile},
     observe::{Claim, Member, Node, ObservedPeer, Server},
 };
 
 mod duplicates;
 mod left_out;
+mod registry;
 
 use duplicates::{ClaimIndex, NodeClaims};
-
-/// A registered node: a Node that gets Peers, or entries in SandboxAccesses, in other members.
-#[derive(Debug, Clone)]
-pub(super) struct RegisteredNode<'a> {
-    pub(super) node: &'a str,
-    pub(super) observed: &'a Node,
-    pub(super) key: PublicKey,
-    /// The allowed IPs of its Peers in other members, without anchored networks. All of them lie inside allowedNetworks.
-    pub(super) prefixes: BTreeSet<IpNet>,
-    /// Its WireGuard address.
-    pub(super) wireguard: IpNet,
-}
-
-/// The outcome for each Node of a member: registered, skipped, held, or a follower of another node.
-#[derive(Debug, Default)]
-pub(super) struct NodeRegistry<'a> {
-    /// The registered nodes, sorted by age.
-    pub(super) registered: Vec<RegisteredNode<'a>>,
-    pub(super) skipped: Vec<Skipped>,
-    /// Held nodes (docs/glossary.md), with the reason why they are not registered.
-    pub(super) held: BTreeMap<&'a str, Reason>,
-    /// podCIDRs of registered nodes and their followers that the Peers leave out, sorted by the age of the registered nodes.
-    pub(super) uncovered: Vec<Uncovered>,
-    /// The leaders of Kilo's locations and their followers.
-    pub(super) segments: Segments<'a>,
-    /// Prefixes that belong to some Node, with or without a Peer. A network that contains one of them is not anchored by
-    /// default, unless an earlier plan anchored it.
-    pub(super) owned: BTreeSet<IpNet>,
-    pub(super) facts: BTreeSet<Fact>,
-}
+pub(super) use registry::{NodeRegistry, RegisteredNode};
 
 /// Builds the registry of one member.
 pub(super) struct RegistryBuilder<'a, 'f> {
@@ -60,6 +28,8 @@ pub(super) struct RegistryBuilder<'a, 'f> {
     pub(super) member: &'a Member,
     /// The existing Peers of this mesh for a node, in all cluster-meshed members.
     pub(super) existing: &'f dyn Fn(&str) -> Vec<&'a ObservedPeer>,
+    /// [`RegisteredNode::peer_name`] of a node.
+    pub(super) peer_name: &'f dyn Fn(&str) -> String,
 }
 
 /// Whether a Node of the member may claim `net`: it lies inside allowedNetworks and does not overlap an anchored network.
@@ -79,10 +49,7 @@ impl<'a> RegistryBuilder<'a, '_> {
     /// whatever order the API server lists them. But a silent node loses its WireGuard address to any node that is not silent.
     pub(super) fn build(&self) -> NodeRegistry<'a> {
         let can_hold = |name: &str, node: &Node| self.can_hold(name, node);
-        let mut registry = NodeRegistry {
-            segments: location::segments(self.member, &can_hold),
-            ..NodeRegistry::default()
-        };
+        let mut registry = NodeRegistry::new(location::segments(self.member, &can_hold));
         let mut nodes: Vec<(&'a str, &'a Node)> =
             self.member.nodes.iter().map(|(name, node)| (&**name, node)).collect();
         nodes.sort_by_key(|(name, node)| (node.created, *name));
@@ -114,7 +81,7 @@ impl<'a> RegistryBuilder<'a, '_> {
             }
         }
         for (name, node, claims) in outcomes {
-            let outcome = claims.and_then(|claims| index.register(claims));
+            let outcome = claims.and_then(|claims| index.register(claims, self.peer_name));
             match outcome {
                 Ok((registered, uncovered)) => {
                     registry.registered.push(registered);
@@ -157,6 +124,7 @@ impl<'a> RegistryBuilder<'a, '_> {
             });
         }
         registry.owned = self.collect_owned(&registry);
+        registry.anchored = anchor::anchored_networks(self.cluster, Some(&registry));
         registry
     }
 

@@ -2,8 +2,10 @@
 //! (design rules 2, 6, 8).
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    borrow::Cow,
+    collections::{BTreeMap, BTreeSet, HashMap},
     net::SocketAddr,
+    sync::Arc,
 };
 
 use ipnet::IpNet;
@@ -17,18 +19,19 @@ use super::{
 };
 use crate::{
     key::PublicKey,
-    mesh::{Addressing, ClusterIdentity, Locations, overlap},
-    observe::{Claim, Endpoint, Gateway, Member, Node, ObservedPeer, PeerRole, PeerSpec, Server},
-    ownership::{self, Ownership},
+    mesh::Addressing,
+    observe::{Claim, Endpoint, Gateway, Member, Node, PeerRole, PeerSpec, Server},
 };
 
 mod anchors;
+mod existing;
 mod held_nodes;
 mod keepalive;
 mod names;
 mod own_nodes;
 pub(super) mod own_pods;
 
+use existing::{ExistingPeers, Holder};
 use keepalive::{NAT_KEEPALIVE, nat_keepalive};
 use own_pods::OwnPods;
 
@@ -38,22 +41,25 @@ pub(super) struct PeerPlanner<'a, 'p> {
     /// The entry name of the target.
     pub(super) name: &'p str,
     pub(super) target: &'p MeshMember<'a>,
-    /// All existing Peers in the target, whoever owns them.
-    existing: BTreeMap<&'p str, &'p ObservedPeer>,
-    /// Names of the existing Peers with each key.
-    by_key: BTreeMap<PublicKey, Vec<&'p str>>,
-    /// The taken keys, each with its owner as text for messages.
-    taken_keys: BTreeMap<PublicKey, String>,
-    /// Keys of existing Peers that other meshes keep, with the source cluster of each.
-    kept_by_other_meshes: BTreeMap<PublicKey, &'a ClusterIdentity>,
+    existing: ExistingPeers<'a>,
+    /// The taken keys, each with its holder. [`Self::has_shared_claims`] decides whether planned Peers are in it.
+    taken_keys: HashMap<PublicKey, Holder>,
+    /// The taken prefixes, each with its holder.
+    taken_prefixes: HashMap<IpNet, Holder>,
+    /// Names of planned Peers. Empty without [`Self::has_shared_claims`].
+    taken_names: BTreeSet<String>,
+    /// Whether two planned Peers may have the same key, prefix or name, so that the planner has to compare them. Registered nodes have
+    /// different keys, and the prefixes of different clusters are disjoint (rule 10). So only Peers of own nodes, gateways, held nodes and
+    /// of two entries that are the same cluster can collide.
+    has_shared_claims: bool,
     /// Names of this hub's existing Peers that lost their mesh label and that this mesh adopts, by key.
-    readopted: BTreeMap<PublicKey, String>,
-    /// The taken prefixes, each with its owner as text for messages.
-    taken_prefixes: BTreeMap<IpNet, String>,
-    /// For each source and first endpoint of a Peer: the node that was planned with this endpoint before all others.
-    endpoints: BTreeMap<(String, SocketAddr), String>,
+    readopted: HashMap<PublicKey, String>,
+    /// For each first endpoint of a Peer of the source that is being added: the node that was planned with this endpoint before all
+    /// others.
+    endpoints: HashMap<SocketAddr, &'a str>,
     own_pods: OwnPods,
-    peers: BTreeMap<String, PlannedPeer>,
+    /// The planned Peers by name, in no order.
+    peers: Vec<(String, Arc<PlannedPeer>)>,
     skipped: BTreeMap<String, Vec<Skipped>>,
     facts: BTreeSet<Fact>,
     /// Nodes whose InternalIP is left out because it is also their endpoint, by source.
@@ -78,50 +84,22 @@ impl MeshInputs<'_> {
 impl<'a, 'p> PeerPlanner<'a, 'p> {
     pub(super) fn new(inputs: &'p MeshInputs<'a>, name: &'p str, target: &'p MeshMember<'a>) -> Self {
         let member = target.last_observed();
-        let existing: BTreeMap<&str, &ObservedPeer> = member
-            .and_then(|m| m.peers.as_ref())
-            .into_iter()
-            .flatten()
-            .map(|(name, peer)| (&**name, peer))
-            .collect();
-        let mut taken_keys = BTreeMap::new();
-        let mut kept_by_other_meshes = BTreeMap::new();
-        let mut taken_prefixes = BTreeMap::new();
-        let source_networks = inputs.source_networks(name, target);
-        let mut by_key: BTreeMap<PublicKey, Vec<&str>> = BTreeMap::new();
-        for (peer, observed) in &existing {
-            let Ok(spec) = &observed.spec else { continue };
-            by_key.entry(spec.public_key).or_default().push(peer);
-            // A Peer that stays in the target regardless of the plan keeps its key and prefixes. If its key were free, a member that
-            // copies the key could replace the Peer. These Peers stay: a foreign one (such as that of a laptop), one without a mesh
-            // label, one whose source was not observed, one of another mesh that is paused, and most orphans.
-            let kept = match ownership::of(&observed.owner, &inputs.seen.hub, inputs.claimants) {
-                Ownership::Foreign | Ownership::Unlabelled => true,
-                Ownership::Mesh(mesh) if mesh == inputs.mesh => inputs.is_source_unobserved(name, target, observed),
-                Ownership::Mesh(mesh) => inputs.kept_source(mesh, observed).is_some_and(|source| {
-                    kept_by_other_meshes.extend(source.map(|source| (spec.public_key, source)));
-                    true
-                }),
-                // The diff deletes an orphan that is superseded: one with a network of a source of this mesh, or one that describes a node
-                // of the target itself, if this mesh connects the target's locations.
-                Ownership::Orphan => {
-                    let superseded = |net: &IpNet| source_networks.iter().any(|other| overlap(*other, *net));
-                    let is_own_node = matches!(spec.role, PeerRole::OwnNode(_));
-                    let is_own_superseded = is_own_node && target.cluster.locations == Locations::Connected;
-                    !is_own_superseded && !spec.allowed_ips.iter().any(superseded)
-                }
-            };
-            if kept {
-                taken_keys.insert(spec.public_key, format!("Peer {peer}"));
-                taken_prefixes.extend(spec.allowed_ips.iter().map(|net| (*net, format!("Peer {peer}"))));
-            }
+        let (existing, kept) = ExistingPeers::of(inputs, name, target);
+        let mut taken_keys = HashMap::new();
+        let mut taken_prefixes = HashMap::new();
+        for (peer, spec) in kept {
+            let holder = Holder::Peer(peer.into());
+            taken_prefixes.extend(spec.allowed_ips.iter().map(|net| (*net, holder.clone())));
+            taken_keys.insert(spec.public_key, holder);
         }
         let runs_kg = inputs.runs_kg(name, target);
         // If a Peer has the key of a node of the target itself, kg drops that node from its mesh permanently, so these keys
         // count as taken. With wg-agent only the node with that key refuses such a Peer, so a copied key harms no other node.
         for (node, observed) in member.filter(|_| runs_kg).into_iter().flat_map(|m| &m.nodes) {
             if let Some(key) = observed.public_key.value() {
-                taken_keys.entry(*key).or_insert_with(|| format!("Node {node}"));
+                taken_keys
+                    .entry(*key)
+                    .or_insert_with(|| Holder::Node(node.as_str().into()));
             }
         }
         Self {
@@ -129,24 +107,20 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             name,
             target,
             existing,
-            by_key,
             taken_keys,
-            kept_by_other_meshes,
-            readopted: BTreeMap::new(),
             taken_prefixes,
-            endpoints: BTreeMap::new(),
+            taken_names: BTreeSet::new(),
+            has_shared_claims: inputs.has_shared_claims(target),
+            readopted: HashMap::new(),
+            endpoints: HashMap::new(),
             own_pods: OwnPods::of(target),
-            peers: BTreeMap::new(),
+            peers: Vec::new(),
             skipped: BTreeMap::new(),
             facts: BTreeSet::new(),
             nodes_without_internal_ip: BTreeMap::new(),
             runs_kg,
             discovered_by_others: discovered::by_others(inputs.mesh_members, name),
         }
-    }
-
-    fn is_our_peer_of(&self, source: &str, peer: &ObservedPeer) -> bool {
-        peer.owner.source_cluster.as_deref() == Some(source) && self.inputs.is_ours(&peer.owner)
     }
 
     pub(super) fn skip(&mut self, source: &str, node: &str, reason: Reason, message: &str) {
@@ -159,14 +133,6 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         });
     }
 
-    /// The names that the naming rule gives to the Peers of a source's registered nodes.
-    fn own_names(&self, source: &str, registry: &NodeRegistry<'a>) -> BTreeSet<String> {
-        let nodes = registry.registered.iter();
-        nodes
-            .map(|node| self.inputs.naming.peer(self.inputs.mesh, source, node.node, false))
-            .collect()
-    }
-
     /// The networks of the target in which endpoints of a source's nodes must not lie. The target's own nodes may have endpoints in them.
     fn forbidden_networks(&self, source: &str) -> &'p [IpNet] {
         if source == self.name {
@@ -176,38 +142,35 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         }
     }
 
-    fn set_keepalive(&mut self, peer: &str, keepalive: u16) {
-        if let Some(peer) = self.peers.get_mut(peer) {
-            let has_endpoint = peer.spec.endpoint.is_some();
-            peer.spec.persistent_keepalive = if has_endpoint {
-                keepalive
-            } else {
-                nat_keepalive(keepalive)
-            };
-        }
-    }
-
     pub(super) fn add_source(&mut self, source: &str, mesh_member: &MeshMember<'a>) {
         let Some(registry) = self.inputs.registries.get(source) else {
             return;
         };
-        let own_names = self.own_names(source, registry);
-        let keepalive = self.keepalive(mesh_member);
+        let added_source = AddedSource {
+            name: source,
+            keepalive: self.keepalive(mesh_member),
+            own_names: OwnNames::Nodes(registry),
+        };
         let is_missing_exports = mesh_member
             .last_observed()
             .is_some_and(|member| has_unlisted_exports(mesh_member, member));
-        let mut added: BTreeMap<&str, String> = BTreeMap::new();
+        // For each registered node, the position of its Peer in `peers`.
+        let mut added: Vec<Option<usize>> = Vec::with_capacity(registry.registered.len());
+        self.peers.reserve(registry.registered.len());
+        self.endpoints.clear();
+        let first = self.peers.len();
         for node in &registry.registered {
-            let mut prefixes = node.prefixes.clone();
+            let mut prefixes = Cow::Borrowed(&node.prefixes);
             if is_missing_exports {
-                prefixes.extend(self.existing_host_routes(source, mesh_member, registry, node));
+                let existing = self.existing_host_routes(source, mesh_member, registry, node);
+                prefixes.to_mut().extend(existing);
             }
-            prefixes.retain(|prefix| *prefix == node.wireguard || !self.own_pods.overlaps(*prefix));
+            let is_kept = |prefix: &IpNet| *prefix == node.wireguard || !self.own_pods.overlaps(*prefix);
+            if !self.own_pods.is_empty() && !prefixes.iter().all(is_kept) {
+                prefixes.to_mut().retain(is_kept);
+            }
             let candidates = self.candidates(source, mesh_member, node);
-            if let Some(peer) = self.add_node(source, node, prefixes, candidates, &own_names) {
-                self.set_keepalive(&peer, keepalive);
-                added.insert(node.node, peer);
-            }
+            added.push(self.add_node(&added_source, node, prefixes, candidates, PeerRole::Node));
         }
         let is_routed = mesh_member.cluster.effective_addressing() == Addressing::Routed;
         let mut parts = if is_routed {
@@ -234,6 +197,12 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             }
         }
         self.add_anchors(source, mesh_member, registry, &parts, &added);
+        // Nearly sorted, so that `finish` has little to sort.
+        let mut unsorted: Vec<_> = self.peers.drain(first..).map(Some).collect();
+        let positions = registry.sorted_by_name().iter().filter_map(|index| added[*index]);
+        self.peers
+            .extend(positions.filter_map(|position| unsorted[position - first].take()));
+        self.peers.extend(unsorted.into_iter().flatten());
     }
 
     /// The endpoint candidates of a node for this target, best first.
@@ -275,16 +244,17 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
 
     fn add_node(
         &mut self,
-        source: &str,
+        added_source: &AddedSource<'_>,
         node: &RegisteredNode<'a>,
-        prefixes: BTreeSet<IpNet>,
+        mut prefixes: Cow<'_, BTreeSet<IpNet>>,
         candidates: Result<endpoint::Candidates, (Reason, String)>,
-        own_names: &BTreeSet<String>,
-    ) -> Option<String> {
+        role: PeerRole,
+    ) -> Option<usize> {
+        let source = added_source.name;
         self.readopt(source, node);
         if let Some(owner) = self.taken_keys.get(&node.key) {
             let mesh_member = self.inputs.mesh_members.get(source);
-            let source_of_kept = self.kept_by_other_meshes.get(&node.key);
+            let source_of_kept = self.existing.source_kept_by_other_mesh(&node.key);
             if source_of_kept.is_some_and(|kept| {
                 mesh_member.is_some_and(|mesh_member| kept.same_cluster(&mesh_member.cluster.identity))
             }) {
@@ -304,51 +274,79 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         };
         let first = addresses.first().copied();
         self.report_shared_endpoint(source, node.node, first);
-        let mut allowed_ips = BTreeSet::new();
-        for prefix in &prefixes {
+        let mut left_out = Vec::new();
+        for prefix in &*prefixes {
             // If the allowed IPs of a Peer contain its endpoint, kg routes the outer packets into the tunnel.
             if self.runs_kg && first.is_some_and(|endpoint| IpNet::from(endpoint.ip()) == *prefix) {
                 self.nodes_without_internal_ip
                     .entry(source.to_owned())
                     .or_default()
                     .insert(node.node.to_owned());
-                continue;
-            }
-            match self.taken_prefixes.get(prefix) {
-                None => {
-                    allowed_ips.insert(*prefix);
-                }
-                Some(owner) => {
-                    let message = format!(
-                        "{prefix} of Node {} is kept by {owner} in cluster {:?}",
-                        node.node, self.name
-                    );
-                    self.facts.insert(Fact::AddressShared {
-                        cluster: source.to_owned(),
-                        message,
-                    });
-                }
+                left_out.push(*prefix);
+            } else if let Some(owner) = self
+                .taken_prefixes
+                .get(prefix)
+                .filter(|_| !self.taken_prefixes.is_empty())
+            {
+                let message = format!(
+                    "{prefix} of Node {} is kept by {owner} in cluster {:?}",
+                    node.node, self.name
+                );
+                self.facts.insert(Fact::AddressShared {
+                    cluster: source.to_owned(),
+                    message,
+                });
+                left_out.push(*prefix);
             }
         }
-        let spec = PeerSpec {
-            public_key: node.key,
-            allowed_ips,
-            endpoint: first.map(Endpoint::Ip),
-            candidates: if addresses.len() > 1 { addresses } else { Vec::new() },
-            persistent_keepalive: 0,
-            role: PeerRole::Node,
+        if !left_out.is_empty() {
+            prefixes.to_mut().retain(|prefix| !left_out.contains(prefix));
+        }
+        let endpoint = first.map(Endpoint::Ip);
+        let persistent_keepalive = if endpoint.is_some() {
+            added_source.keepalive
+        } else {
+            nat_keepalive(added_source.keepalive)
         };
-        Some(self.add_named_peer(source, node.node, spec, own_names))
+        let candidates = if addresses.len() > 1 { addresses } else { Vec::new() };
+        // Most targets get the same Peer of a node.
+        let mut shared = node.shared_peer.borrow_mut();
+        let peer = match &*shared {
+            Some(peer)
+                if peer.spec.endpoint == endpoint
+                    && peer.spec.candidates == candidates
+                    && peer.spec.persistent_keepalive == persistent_keepalive
+                    && peer.spec.role == role
+                    && peer.spec.allowed_ips == *prefixes =>
+            {
+                Arc::clone(peer)
+            }
+            _ => {
+                let peer = Arc::new(PlannedPeer {
+                    source: source.to_owned(),
+                    node: node.node.to_owned(),
+                    spec: PeerSpec {
+                        public_key: node.key,
+                        allowed_ips: prefixes.into_owned(),
+                        endpoint,
+                        candidates,
+                        persistent_keepalive,
+                        role,
+                    },
+                });
+                *shared = Some(Arc::clone(&peer));
+                peer
+            }
+        };
+        drop(shared);
+        Some(self.add_named_peer(Cow::Borrowed(&node.peer_name), peer, &added_source.own_names))
     }
 
     /// Reports two nodes of one member with the same first endpoint: at most one of them answers there. Nodes of different members may
     /// have the same private address.
-    fn report_shared_endpoint(&mut self, source: &str, node: &str, endpoint: Option<SocketAddr>) {
+    fn report_shared_endpoint(&mut self, source: &str, node: &'a str, endpoint: Option<SocketAddr>) {
         let Some(endpoint) = endpoint else { return };
-        let owner = self
-            .endpoints
-            .entry((source.to_owned(), endpoint))
-            .or_insert_with(|| node.to_owned());
+        let owner = *self.endpoints.entry(endpoint).or_insert(node);
         if owner != node {
             let message = format!(
                 "Nodes {owner} and {node} both have the endpoint {endpoint}, where at most one of them answers"
@@ -368,7 +366,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         gateway: &Gateway,
         mut allowed_ips: BTreeSet<IpNet>,
         endpoints: Vec<SocketAddr>,
-        own_names: &BTreeSet<String>,
+        own_names: &OwnNames<'_>,
     ) {
         let key = gateway.public_key;
         if let Some(owner) = self.taken_keys.get(&key) {
@@ -387,7 +385,13 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             persistent_keepalive: NAT_KEEPALIVE.get(),
             role: PeerRole::Gateway,
         };
-        self.add_named_peer(source, name, spec, own_names);
+        let readable = self.inputs.naming.peer(self.inputs.mesh, source, name, false);
+        let peer = PlannedPeer {
+            source: source.to_owned(),
+            node: name.to_owned(),
+            spec,
+        };
+        self.add_named_peer(Cow::Owned(readable), Arc::new(peer), own_names);
     }
 
     /// Host routes that the node's existing Peer contains and no registered node has. They are kept while namespaces with exported
@@ -409,15 +413,23 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
 
     /// The spec of this source's existing Peer with this key.
     fn existing_spec(&self, source: &str, key: &PublicKey) -> Option<&'p PeerSpec> {
-        let names = self.by_key.get(key).into_iter().flatten();
-        let ours = names
-            .filter_map(|name| self.existing.get(name))
-            .find(|peer| self.is_our_peer_of(source, peer))?;
-        ours.spec.as_ref().ok()
+        let ours = self.existing.with_key(key).find(|peer| peer.is_ours_of(source))?;
+        ours.peer.spec.as_ref().ok()
     }
 
-    pub(super) fn finish(self, outcome: &mut TargetOutcome) {
-        outcome.plan.peers = self.peers;
+    /// Compares the claims of all Peers from now on.
+    pub(super) fn with_shared_claims(mut self) -> Self {
+        self.has_shared_claims = true;
+        self
+    }
+
+    /// Ends the plan of the Peers. `false` = two of them have the same name, so the target must be planned [`Self::with_shared_claims`].
+    pub(super) fn finish(self, outcome: &mut TargetOutcome) -> bool {
+        let planned = self.peers.len();
+        outcome.plan.peers = self.peers.into_iter().collect();
+        if outcome.plan.peers.len() < planned {
+            return false;
+        }
         outcome.skipped = self.skipped;
         outcome.facts.extend(self.facts);
         let nodes_without_internal_ip = self.nodes_without_internal_ip.into_iter();
@@ -428,6 +440,33 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
                 nodes,
             }),
         );
+        true
+    }
+}
+
+/// The source whose nodes are being added.
+struct AddedSource<'r> {
+    /// The entry name.
+    name: &'r str,
+    /// The keepalive of its Peers that have an endpoint.
+    keepalive: u16,
+    own_names: OwnNames<'r>,
+}
+
+/// The names that the naming rule gives to all nodes, or gateways, of a source.
+pub(super) enum OwnNames<'r> {
+    /// Those of registered nodes.
+    Nodes(&'r NodeRegistry<'r>),
+    /// Those of gateways.
+    Gateways(BTreeSet<String>),
+}
+
+impl OwnNames<'_> {
+    fn contains(&self, name: &str) -> bool {
+        match self {
+            Self::Nodes(registry) => registry.registered.iter().any(|node| node.peer_name == name),
+            Self::Gateways(names) => names.contains(name),
+        }
     }
 }
 

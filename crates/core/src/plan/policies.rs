@@ -87,7 +87,12 @@ impl<'a> MeshInputs<'a> {
                 anchored: if closed {
                     BTreeSet::new()
                 } else {
-                    anchor::anchored_networks(&target.cluster, self.registries.get(name))
+                    let registry = self.registries.get(name);
+                    registry
+                        .map_or_else(
+                            || anchor::anchored_networks(&target.cluster, None),
+                            |registry| registry.anchored.clone(),
+                        )
                         .into_iter()
                         .collect()
                 },

@@ -3,6 +3,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     fmt,
+    sync::Arc,
 };
 
 use ipnet::IpNet;
@@ -284,8 +285,8 @@ pub struct PlannedSlice {
 /// The desired objects of one mesh in one member.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct TargetPlan {
-    /// Peers by name.
-    pub peers: BTreeMap<String, PlannedPeer>,
+    /// Peers by name. Targets share the Peer of a node if it is the same in all of them, as it usually is.
+    pub peers: BTreeMap<String, Arc<PlannedPeer>>,
     /// PeerPolicies by name.
     pub policies: BTreeMap<String, PlannedPolicy>,
     /// SandboxAccesses by name.

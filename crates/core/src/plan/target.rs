@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use ipnet::IpNet;
 
 use super::{
-    EgressReport, Fact, Naming, Settings, Skipped, TargetPlan, anchor,
+    EgressReport, Fact, Naming, Settings, Skipped, TargetPlan,
     discovered::Discovered,
     endpoint::NodeFamilies,
     gateways,
@@ -15,7 +15,7 @@ use super::{
     services::{self, AccessPath},
 };
 use crate::{
-    mesh::{Addressing, Cluster, ClusterIdentity, Mesh, MeshId, ObjectName, Profile},
+    mesh::{Addressing, Cluster, ClusterIdentity, Locations, Mesh, MeshId, ObjectName, Profile},
     observe::{AccessSpec, Claim, Member, Observation, Observations, ObservedPeer, Server},
     ownership::{self, Claimant, Ownership},
 };
@@ -46,7 +46,7 @@ impl<'a> MeshMember<'a> {
             self.cluster.profile == Profile::ClusterMeshed && self.cluster.effective_addressing() == Addressing::Routed;
         registry
             .filter(|_| has_anchors)
-            .map(|registry| anchor::anchored_networks(&self.cluster, Some(registry)))
+            .map(|registry| registry.anchored.clone())
             .unwrap_or_default()
     }
 
@@ -206,31 +206,56 @@ impl<'a> MeshInputs<'a> {
         }
         if target.can_connect {
             self.plan_policies(name, target, &mut outcome.plan);
-            let mut peer_planner = peers::PeerPlanner::new(self, name, target);
-            peer_planner.add_own_nodes();
             for (source, mesh_member) in self.sources(name, target) {
-                if self.link(name, target, mesh_member) == Some(Link::Meshed) {
-                    peer_planner.add_source(source, mesh_member);
-                }
                 if self.uses_gateways(target, mesh_member) {
                     let access = self.plan_access(name, target, source, mesh_member);
                     outcome.plan.accesses.extend(access);
                     outcome.facts.extend(missing_gateway(target));
                 }
             }
-            // After the nodes of all sources, so that a gateway with a copied key does not take a node's place.
-            for (source, mesh_member) in self.sources(name, target) {
-                if self.uses_gateways(mesh_member, target) && self.link(name, target, mesh_member).is_some() {
-                    peer_planner.add_gateways(source, mesh_member);
-                }
+            if !self.plan_peers(peers::PeerPlanner::new(self, name, target), &mut outcome) {
+                let again = peers::PeerPlanner::new(self, name, target).with_shared_claims();
+                self.plan_peers(again, &mut outcome);
             }
-            peer_planner.finish(&mut outcome);
             close_networks_of_peers(&mut outcome.plan);
             outcome.facts.extend(self.missing_peer_crd(name, target));
             self.plan_grantor_policies(name, target, &mut outcome.plan);
         }
         self.plan_services(name, target, &mut outcome);
         outcome
+    }
+
+    /// Plans the Peers of one target. `false` = as [`peers::PeerPlanner::finish`].
+    fn plan_peers(&'a self, mut peer_planner: peers::PeerPlanner<'a, 'a>, outcome: &mut TargetOutcome) -> bool {
+        let (name, target) = (peer_planner.name, peer_planner.target);
+        peer_planner.add_own_nodes();
+        for (source, mesh_member) in self.sources(name, target) {
+            if self.link(name, target, mesh_member) == Some(Link::Meshed) {
+                peer_planner.add_source(source, mesh_member);
+            }
+        }
+        // After the nodes of all sources, so that a gateway with a copied key does not take a node's place.
+        for (source, mesh_member) in self.sources(name, target) {
+            if self.uses_gateways(mesh_member, target) && self.link(name, target, mesh_member).is_some() {
+                peer_planner.add_gateways(source, mesh_member);
+            }
+        }
+        peer_planner.finish(outcome)
+    }
+
+    /// Whether planned Peers of this target may have the same key, prefix or name ([`peers::PeerPlanner`]).
+    pub(super) fn has_shared_claims(&self, target: &MeshMember<'_>) -> bool {
+        let mut members: Vec<&MeshMember<'_>> = self.mesh_members.values().collect();
+        members.sort_by_key(|member| canonical_identity(&member.cluster.identity));
+        let has_equal_sources = members
+            .windows(2)
+            .any(|pair| pair[0].cluster.identity.same_cluster(&pair[1].cluster.identity));
+        let has_held = self.registries.values().any(|registry| !registry.held.is_empty());
+        let has_gateways = |member: &MeshMember<'_>| link::uses_gateways(member, target);
+        has_equal_sources
+            || has_held
+            || target.cluster.locations == Locations::Connected
+            || self.mesh_members.values().any(has_gateways)
     }
 
     /// How `source` is connected to the target `name`. `None` also if both are cluster-meshed, `source` is quarantined and some node of the

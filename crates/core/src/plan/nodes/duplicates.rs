@@ -2,6 +2,7 @@
 //! Exception: a silent Node loses its WireGuard address to a newer one that is not silent.
 
 use std::{
+    cell::RefCell,
     collections::{BTreeMap, BTreeSet},
     net::IpAddr,
 };
@@ -70,7 +71,11 @@ impl<'a> ClaimIndex<'a> {
     }
 
     /// Registers the claims of a Node, or returns why the Node gets no Peer. The caller registers older Nodes first.
-    pub(super) fn register(&mut self, claims: NodeClaims<'a>) -> Result<(RegisteredNode<'a>, Vec<Uncovered>), Refusal> {
+    pub(super) fn register(
+        &mut self,
+        claims: NodeClaims<'a>,
+        peer_name: &dyn Fn(&str) -> String,
+    ) -> Result<(RegisteredNode<'a>, Vec<Uncovered>), Refusal> {
         let name = claims.node;
         if let Some(owner) = self.keys.get(&claims.key) {
             return Err((
@@ -139,6 +144,8 @@ impl<'a> ClaimIndex<'a> {
             key: claims.key,
             prefixes,
             wireguard,
+            peer_name: peer_name(name),
+            shared_peer: RefCell::default(),
         };
         Ok((registered, claims.uncovered))
     }

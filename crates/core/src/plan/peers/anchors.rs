@@ -1,30 +1,30 @@
 //! Adds the anchored networks of a member to its Peers in one target (design rule 6).
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
 
 use ipnet::IpNet;
 
-use super::PeerPlanner;
-use crate::{
-    observe::ObservedPeer,
-    plan::{
-        Fact, anchor, endpoint,
-        nodes::{NodeRegistry, RegisteredNode},
-        target::MeshMember,
-    },
+use super::{Holder, PeerPlanner};
+use crate::plan::{
+    Fact, anchor, endpoint,
+    nodes::{NodeRegistry, RegisteredNode},
+    target::MeshMember,
 };
 
 impl<'a> PeerPlanner<'a, '_> {
     /// Adds each of `parts` to the Peer of one node. [`anchor::split_anchored_networks`] splits the member's anchored networks into parts.
     /// `parts` has those that no held Peer keeps and that overlap no pod network of the target. A part that cannot be added is reported,
-    /// unless no node is registered. `peer_names` = the names of the member's planned Peers, by node.
+    /// unless no node is registered. `added` = for each registered node, the position of its Peer in `peers`.
     pub(super) fn add_anchors(
         &mut self,
         source: &str,
         mesh_member: &MeshMember<'a>,
         registry: &NodeRegistry<'a>,
         parts: &[IpNet],
-        peer_names: &BTreeMap<&str, String>,
+        added: &[Option<usize>],
     ) {
         let parts: Vec<IpNet> = parts
             .iter()
@@ -34,14 +34,15 @@ impl<'a> PeerPlanner<'a, '_> {
         if parts.is_empty() {
             return;
         }
-        let usable: Vec<&RegisteredNode<'_>> = registry
-            .registered
-            .iter()
-            .filter(|node| node.observed.ready && !node.observed.deleting)
-            .filter(|node| {
-                let peer = peer_names.get(node.node).and_then(|name| self.peers.get(name));
-                peer.is_some_and(|peer| peer.spec.endpoint.is_some())
+        let with_peers = || {
+            let all = registry.registered.iter().zip(added);
+            all.filter_map(|(node, position)| Some((node, (*position)?)))
+        };
+        let usable: Vec<&RegisteredNode<'_>> = with_peers()
+            .filter(|(node, position)| {
+                node.observed.ready && !node.observed.deleting && self.peers[*position].1.spec.endpoint.is_some()
             })
+            .map(|(node, _)| node)
             .collect();
         // Nodes that will stay come first, then nodes that are about to leave, then silent ones. Silent ones are eligible, too, if there
         // are no others: their WireGuard tunnels work without kg.
@@ -60,20 +61,35 @@ impl<'a> PeerPlanner<'a, '_> {
             }
             return;
         }
-        let mut current: BTreeMap<IpNet, String> = BTreeMap::new();
-        for (node, peer) in peer_names {
-            if let Some(ObservedPeer { spec: Ok(spec), .. }) = self.existing.get(&**peer) {
-                current.extend(spec.allowed_ips.iter().map(|net| (*net, (*node).to_owned())));
+        // Later nodes by name replace earlier ones.
+        let mut current: BTreeMap<IpNet, &str> = BTreeMap::new();
+        let mut positions: BTreeMap<&str, usize> = BTreeMap::new();
+        for (node, position) in with_peers() {
+            positions.insert(node.node, position);
+            let existing = self.existing.get(&self.peers[position].0);
+            let existing = existing.and_then(|existing| existing.spec.as_ref().ok());
+            for part in parts
+                .iter()
+                .filter(|part| existing.is_some_and(|spec| spec.allowed_ips.contains(part)))
+            {
+                let holder = current.entry(*part).or_insert(node.node);
+                *holder = node.node.max(*holder);
             }
         }
         for (part, node) in anchor::assign(&parts, mesh_member.cluster.anchors, &eligible, &current) {
-            let Some(peer) = peer_names.get(node.as_str()).and_then(|name| self.peers.get_mut(name)) else {
+            let Some(position) = positions.get(&*node).copied() else {
                 continue;
             };
-            match self.taken_prefixes.get(&part) {
+            let of_this_source = with_peers().map(|(_, position)| &self.peers[position]);
+            let mut holding = of_this_source.filter(|(_, peer)| peer.spec.allowed_ips.contains(&part));
+            let holder = holding.next().map(|(name, _)| Holder::Peer(name.as_str().into()));
+            let holder = self.taken_prefixes.get(&part).cloned().or(holder);
+            match holder {
                 None => {
-                    peer.spec.allowed_ips.insert(part);
-                    self.taken_prefixes.insert(part, format!("Node {node}"));
+                    Arc::make_mut(&mut self.peers[position].1).spec.allowed_ips.insert(part);
+                    if self.has_shared_claims {
+                        self.taken_prefixes.insert(part, Holder::Node(node.into()));
+                    }
                 }
                 Some(owner) => {
                     let message = format!("anchored network {part} is kept by {owner} in cluster {:?}", self.name);
@@ -89,7 +105,8 @@ impl<'a> PeerPlanner<'a, '_> {
     /// Returns whether kg would route outer packets into the tunnel, and reports it as a fact: kg serves the target, and `part` contains
     /// the endpoint of one of the member's Peers. wg-agent marks its outer packets and never routes them into the tunnel.
     fn check_routing_loop(&mut self, source: &str, part: IpNet) -> bool {
-        let peers = self.peers.values().filter(|peer| self.runs_kg && peer.source == source);
+        let peers = self.peers.iter().map(|(_, peer)| peer);
+        let peers = peers.filter(|peer| self.runs_kg && peer.source == source);
         let ips = peers.flat_map(|peer| endpoint::peer_endpoint_ips(&peer.spec));
         let Some(endpoint) = ips.filter(|ip| part.contains(ip)).min() else {
             return false;

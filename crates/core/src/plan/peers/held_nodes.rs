@@ -1,6 +1,6 @@
 //! Keeps the existing Peers of held nodes (design rule 9).
 
-use std::net::IpAddr;
+use std::{net::IpAddr, sync::Arc};
 
 use ipnet::IpNet;
 
@@ -23,14 +23,13 @@ impl<'a> PeerPlanner<'a, '_> {
         // The existing Peer may have the readable name, or the name with a hash.
         let names = [false, true].map(|is_taken| self.inputs.naming.peer(self.inputs.mesh, source, node, is_taken));
         let existing = names.iter().find_map(|name| {
-            let peer = self
-                .existing
-                .get(&**name)
-                .filter(|peer| self.is_our_peer_of(source, peer))?;
+            let peer = self.existing.get(name).filter(|peer| {
+                peer.owner.source_cluster.as_deref() == Some(source) && self.inputs.is_ours(&peer.owner)
+            })?;
             Some((name.clone(), peer.spec.as_ref().ok()?.clone()))
         });
         let (name, mut spec) = existing?;
-        if self.taken_keys.contains_key(&spec.public_key) || self.peers.contains_key(&name) {
+        if self.taken_keys.contains_key(&spec.public_key) || self.taken_names.contains(&name) {
             return None;
         }
         spec.allowed_ips.retain(|net| {
@@ -51,14 +50,13 @@ impl<'a> PeerPlanner<'a, '_> {
                 .or_default()
                 .insert(node.to_owned());
         }
-        self.taken_keys.insert(spec.public_key, format!("Peer {name}"));
-        self.taken_prefixes
-            .extend(spec.allowed_ips.iter().map(|net| (*net, format!("Peer {name}"))));
         let peer = PlannedPeer {
             source: source.to_owned(),
             node: node.to_owned(),
             spec,
         };
-        Some(self.peers.entry(name).or_insert(peer))
+        self.take_claims(&name, &peer);
+        self.peers.push((name, Arc::new(peer)));
+        self.peers.last_mut().map(|(_, peer)| Arc::make_mut(peer))
     }
 }

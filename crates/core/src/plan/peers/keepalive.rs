@@ -2,15 +2,24 @@
 
 use std::num::NonZeroU16;
 
-use super::{PeerPlanner, PeerSpec, discovered, endpoint};
-use crate::plan::target::MeshMember;
+use super::{PeerPlanner, discovered, endpoint};
+use crate::plan::target::{MeshInputs, MeshMember};
 
 /// Keepalive interval in seconds if there is a NAT between two nodes: many NATs drop the state of a UDP flow after 30 s.
 pub(super) const NAT_KEEPALIVE: NonZeroU16 = NonZeroU16::new(25).unwrap();
 
+impl MeshInputs<'_> {
+    /// The highest `persistentKeepalive` of all entries, as in the predecessor.
+    pub(super) fn configured_keepalive(&self) -> u16 {
+        let members = self.mesh_members.values();
+        let keepalives = members.map(|mesh_member| mesh_member.cluster.persistent_keepalive);
+        keepalives.max().unwrap_or(0)
+    }
+}
+
 impl<'a> PeerPlanner<'a, '_> {
     /// The keepalive of a source's Peers that have an endpoint: the highest `persistentKeepalive` of all entries (as in the
-    /// predecessor). If a node of this target is behind a NAT, [`nat_keepalive`] of that value. [`Self::set_keepalive`]
+    /// predecessor). If a node of this target is behind a NAT, [`nat_keepalive`] of that value. [`Self::add_node`]
     /// always uses [`nat_keepalive`] for Peers without an endpoint.
     ///
     /// A node counts as behind a NAT in each of these cases:
@@ -20,13 +29,7 @@ impl<'a> PeerPlanner<'a, '_> {
     /// - It has only private addresses, and existing Peers of the source have a keepalive for NATs ([`Self::has_nat_keepalive`]).
     /// - It has addresses, but none that can be an endpoint in the source.
     pub(super) fn keepalive(&self, source: &MeshMember<'a>) -> u16 {
-        let configured = self
-            .inputs
-            .mesh_members
-            .values()
-            .map(|mesh_member| mesh_member.cluster.persistent_keepalive)
-            .max()
-            .unwrap_or(0);
+        let configured = self.inputs.configured_keepalive();
         // The other direction: the endpoints of the target's nodes in the source.
         let context = endpoint::EndpointContext {
             source: &self.target.cluster,
@@ -53,6 +56,7 @@ impl<'a> PeerPlanner<'a, '_> {
                     || is_reported
                     || has_nat_keepalive && endpoint::is_private_only(node)
                     || endpoint::has_any_address(node)
+                        && !endpoint::has_public_candidate(node, &context)
                         && endpoint::choose(node, &context).is_ok_and(|candidates| candidates.addresses.is_empty())
             })
         });
@@ -66,11 +70,7 @@ impl<'a> PeerPlanner<'a, '_> {
     /// Whether existing Peers of the source have a keepalive for NATs. Reports of other members may have caused it, and these reports end
     /// when the reporting nodes lose their sessions. Without keepalives, the node behind the NAT would not start a session again.
     fn has_nat_keepalive(&self, source: &str, configured: u16) -> bool {
-        let keepalive = nat_keepalive(configured);
-        let has_keepalive = |spec: &PeerSpec| spec.endpoint.is_some() && spec.persistent_keepalive == keepalive;
-        let mut existing = self.existing.values();
-        keepalive != configured
-            && existing.any(|peer| self.is_our_peer_of(source, peer) && peer.spec.as_ref().is_ok_and(has_keepalive))
+        nat_keepalive(configured) != configured && self.existing.with_nat_keepalive.contains(source)
     }
 }
 

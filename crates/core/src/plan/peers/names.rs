@@ -1,8 +1,8 @@
 //! Chooses the names of Peers: an existing Peer keeps its name, and one that lost its mesh label is adopted (design rule 2).
 
-use std::collections::BTreeSet;
+use std::{borrow::Cow, sync::Arc};
 
-use super::{PeerPlanner, PeerSpec, RegisteredNode};
+use super::{Holder, OwnNames, PeerPlanner, RegisteredNode};
 use crate::{
     ownership::{self, Ownership},
     plan::PlannedPeer,
@@ -12,10 +12,13 @@ impl<'a> PeerPlanner<'a, '_> {
     /// Adopts a Peer of this hub that lost its mesh label, if its name, key and remaining labels show that it describes this node.
     /// Its key and prefixes become free for the planned Peer.
     pub(super) fn readopt(&mut self, source: &str, node: &RegisteredNode<'a>) {
+        if !self.existing.has_unlabelled {
+            return;
+        }
         let mesh = self.inputs.mesh;
         let names = [false, true].map(|is_taken| self.inputs.naming.peer(mesh, source, node.node, is_taken));
         let unlabelled = names.into_iter().find(|name| {
-            self.existing.get(&**name).is_some_and(|peer| {
+            self.existing.get(name).is_some_and(|peer| {
                 let ownership = ownership::of(&peer.owner, &self.inputs.seen.hub, self.inputs.claimants);
                 ownership == Ownership::Unlabelled
                     && ownership::can_readopt(&peer.owner, mesh, source)
@@ -23,8 +26,8 @@ impl<'a> PeerPlanner<'a, '_> {
             })
         });
         let Some(name) = unlabelled else { return };
-        let owner = format!("Peer {name}");
-        if self.taken_keys.get(&node.key).is_some_and(|other| *other == owner) {
+        let owner = Holder::Peer(name.as_str().into());
+        if self.taken_keys.get(&node.key) == Some(&owner) {
             self.taken_keys.remove(&node.key);
             self.taken_prefixes.retain(|_, other| *other != owner);
             self.readopted.insert(node.key, name);
@@ -35,49 +38,56 @@ impl<'a> PeerPlanner<'a, '_> {
     /// kept even if the naming rule gives another name: deleting one Peer and creating another makes kg lose the key for minutes.
     /// `own_names` are the names that the rule gives to the nodes (or gateways) of `source`. A Peer does not keep its name if the rule
     /// gives that name to another node.
+    ///
+    /// `readable` is the name that the rule gives to the node, without a hash. Returns the position of the Peer in `peers`.
     pub(super) fn add_named_peer(
         &mut self,
-        source: &str,
-        node: &str,
-        spec: PeerSpec,
-        own_names: &BTreeSet<String>,
-    ) -> String {
-        let naming = self.inputs.naming;
-        let readable = naming.peer(self.inputs.mesh, source, node, false);
-        let kept = self.by_key.get(&spec.public_key).into_iter().flatten().find(|name| {
-            let can_keep = ***name == *readable || !own_names.contains(**name);
-            can_keep
-                && self
-                    .existing
-                    .get(*name)
-                    .is_some_and(|peer| self.is_our_peer_of(source, peer))
+        readable: Cow<'_, str>,
+        peer: Arc<PlannedPeer>,
+        own_names: &OwnNames<'_>,
+    ) -> usize {
+        let key = &peer.spec.public_key;
+        let kept = self.existing.with_key(key).find(|existing| {
+            let can_keep = existing.name == readable || !own_names.contains(existing.name);
+            can_keep && existing.is_ours_of(&peer.source)
         });
-        let kept = kept
-            .map(|name| (*name).to_owned())
-            .or_else(|| self.readopted.remove(&spec.public_key));
-        let is_free = |name: &String| {
-            let existing = self.existing.get(&**name);
-            let foreign = existing.is_some_and(|peer| !self.inputs.is_ours(&peer.owner));
+        let kept = kept.map(|existing| Cow::Borrowed(existing.name));
+        let kept = kept.or_else(|| self.readopted.remove(key).map(Cow::Owned));
+        let is_free = |name: &str| {
+            let foreign = self
+                .existing
+                .get(name)
+                .is_some_and(|existing| !self.inputs.is_ours(&existing.owner));
             let used = self.inputs.used_names(self.target).peers.contains(name);
-            !(foreign || used || self.peers.contains_key(name))
+            !(foreign || used || self.taken_names.contains(name))
         };
-        let name = kept.unwrap_or_else(|| {
-            let hashed = naming.peer(self.inputs.mesh, source, node, true);
-            let further = (1u32..).map(|number| format!("{hashed}-{number}"));
-            let mut names = [readable, hashed.clone()].into_iter().chain(further);
-            names.find(is_free).unwrap_or_default()
-        });
-        self.taken_keys.insert(spec.public_key, format!("Peer {name}"));
-        self.taken_prefixes
-            .extend(spec.allowed_ips.iter().map(|net| (*net, format!("Peer {name}"))));
-        self.peers.insert(
-            name.clone(),
-            PlannedPeer {
-                source: source.to_owned(),
-                node: node.to_owned(),
-                spec,
-            },
-        );
-        name
+        let name = match kept {
+            Some(kept) => kept.into_owned(),
+            None if is_free(&readable) => readable.into_owned(),
+            None => {
+                let hashed = self
+                    .inputs
+                    .naming
+                    .peer(self.inputs.mesh, &peer.source, &peer.node, true);
+                let further = (1u32..).map(|number| format!("{hashed}-{number}"));
+                let mut names = std::iter::once(hashed.clone()).chain(further);
+                names.find(|name| is_free(name)).unwrap_or_default()
+            }
+        };
+        self.take_claims(&name, &peer);
+        self.peers.push((name, peer));
+        self.peers.len() - 1
+    }
+
+    /// Takes the key, the prefixes and the name of a Peer, if they can collide with those of others.
+    pub(super) fn take_claims(&mut self, name: &str, peer: &PlannedPeer) {
+        if !self.has_shared_claims {
+            return;
+        }
+        let holder = Holder::Peer(name.into());
+        let prefixes = peer.spec.allowed_ips.iter();
+        self.taken_prefixes.extend(prefixes.map(|net| (*net, holder.clone())));
+        self.taken_keys.insert(peer.spec.public_key, holder);
+        self.taken_names.insert(name.to_owned());
     }
 }

@@ -1,10 +1,10 @@
 //! Plans Peers for the target's own nodes, if its entry connects its locations (design rule 14).
 
-use std::collections::BTreeSet;
+use std::{borrow::Cow, collections::BTreeSet};
 
 use ipnet::IpNet;
 
-use super::PeerPlanner;
+use super::{AddedSource, Holder, OwnNames, PeerPlanner};
 use crate::{
     mesh::{Locations, PodNetwork, Profile, is_too_wide},
     observe::{Claim, Member, Node, PeerRole, Server},
@@ -41,8 +41,12 @@ impl PeerPlanner<'_, '_> {
             .map(|at| IpNet::from(at.ip().to_canonical()))
             .collect();
         let shared_ips = shared_internal_ips(registry);
-        let own_names = self.own_names(name, registry);
-        let keepalive = self.keepalive(target);
+        self.endpoints.clear();
+        let added_source = AddedSource {
+            name,
+            keepalive: self.keepalive(target),
+            own_names: OwnNames::Nodes(registry),
+        };
         for node in agent_nodes(registry) {
             let location = &node.observed.location;
             if location.is_empty() {
@@ -72,16 +76,12 @@ impl PeerPlanner<'_, '_> {
             // If kg serves some node of the target, `PeerPlanner::new` takes the keys of all nodes of the target, so that other members
             // cannot take them.
             let owner = self.taken_keys.get(&node.key);
-            if owner.is_some_and(|owner| *owner == format!("Node {}", node.node)) {
+            if owner == Some(&Holder::Node(node.node.into())) {
                 self.taken_keys.remove(&node.key);
             }
             let candidates = self.candidates(name, target, node);
-            if let Some(peer) = self.add_node(name, node, prefixes, candidates, &own_names) {
-                self.set_keepalive(&peer, keepalive);
-                if let Some(peer) = self.peers.get_mut(&peer) {
-                    peer.spec.role = PeerRole::OwnNode(location.clone());
-                }
-            }
+            let role = PeerRole::OwnNode(location.clone());
+            self.add_node(&added_source, node, Cow::Owned(prefixes), candidates, role);
         }
     }
 

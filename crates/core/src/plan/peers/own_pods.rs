@@ -32,8 +32,15 @@ impl OwnPods {
         Self(pod_cidrs.collect())
     }
 
+    pub(in crate::plan) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
     /// Whether a prefix overlaps a podCIDR of the target.
     pub(in crate::plan) fn overlaps(&self, prefix: IpNet) -> bool {
+        if self.is_empty() {
+            return false;
+        }
         let mut wider = std::iter::successors(Some(prefix), IpNet::supernet);
         // `IpNet` sorts a network directly before the networks inside it.
         let first_inside = || self.0.range(prefix..).next();

@@ -99,7 +99,7 @@ fn node_without_underlay_address_changes_no_other_peer() {
     new.pod_cidrs = vec![Claim::Valid("10.1.99.0/24".parse().unwrap())];
     let mut joined = join(&new);
     let peer = joined.get_mut("tenant").unwrap().peers.remove("m--mgmt--new").unwrap();
-    assert_eq!((peer.spec.endpoint, peer.spec.persistent_keepalive), (None, 25));
+    assert_eq!((&peer.spec.endpoint, peer.spec.persistent_keepalive), (&None, 25));
     assert_eq!(joined, before);
 }
 

@@ -13,7 +13,7 @@ fn mesh_with_masqueraded_exporter() -> (Mesh, Observations) {
 }
 
 fn gateway_peers(plan: &MeshPlan) -> Vec<&PlannedPeer> {
-    let peers = plan.targets["tenant"].peers.values();
+    let peers = plan.targets["tenant"].peers.values().map(|peer| &**peer);
     peers.filter(|peer| peer.spec.role == PeerRole::Gateway).collect()
 }
 

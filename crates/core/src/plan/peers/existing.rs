@@ -1,0 +1,162 @@
+//! Indexes the existing Peers of one target, and decides which of them stay regardless of the plan (design rule 2).
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap, hash_map::Entry},
+    fmt,
+    sync::Arc,
+};
+
+use super::keepalive::nat_keepalive;
+use crate::{
+    key::PublicKey,
+    mesh::{ClusterIdentity, Locations, overlap},
+    observe::{ObservedPeer, PeerRole, PeerSpec},
+    ownership::{self, Ownership},
+    plan::target::{MeshInputs, MeshMember},
+};
+
+/// What has a key or prefix in a target, for messages.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Holder {
+    /// A Peer, by name.
+    Peer(Arc<str>),
+    /// A Node of the target itself, by name.
+    Node(Arc<str>),
+}
+
+impl fmt::Display for Holder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Peer(name) => write!(f, "Peer {name}"),
+            Self::Node(name) => write!(f, "Node {name}"),
+        }
+    }
+}
+
+/// An existing Peer with a valid spec.
+#[derive(Clone, Copy)]
+pub(super) struct Existing<'a> {
+    pub(super) name: &'a str,
+    pub(super) peer: &'a ObservedPeer,
+    /// The mesh that is planned owns it.
+    is_ours: bool,
+}
+
+impl Existing<'_> {
+    /// Whether the mesh that is planned owns the Peer, and the Peer describes this source.
+    pub(super) fn is_ours_of(&self, source: &str) -> bool {
+        self.is_ours && self.peer.owner.source_cluster.as_deref() == Some(source)
+    }
+}
+
+/// The existing Peers of a target, whoever owns them.
+pub(super) struct ExistingPeers<'a> {
+    by_name: Option<&'a BTreeMap<String, ObservedPeer>>,
+    /// The first existing Peer with each key, by name.
+    by_key: HashMap<PublicKey, Existing<'a>>,
+    /// Further existing Peers with a key in `by_key`.
+    more_by_key: BTreeMap<PublicKey, Vec<Existing<'a>>>,
+    /// Keys of existing Peers that other meshes keep, with the source cluster of each.
+    kept_by_other_meshes: BTreeMap<PublicKey, &'a ClusterIdentity>,
+    /// Some Peer of this hub has no mesh label.
+    pub(super) has_unlabelled: bool,
+    /// The sources of which this mesh has a Peer with an endpoint and the keepalive for NATs.
+    pub(super) with_nat_keepalive: BTreeSet<&'a str>,
+}
+
+impl<'a> ExistingPeers<'a> {
+    /// Returns the index, and the existing Peers that stay in the target regardless of the plan: a foreign one (such as that of a laptop),
+    /// one without a mesh label, one whose source was not observed, one of another mesh that is paused, and most orphans. They keep their
+    /// keys and prefixes. If such a key were free, a member that copies the key could replace the Peer.
+    pub(super) fn of(
+        inputs: &MeshInputs<'a>,
+        name: &str,
+        target: &MeshMember<'a>,
+    ) -> (Self, Vec<(&'a str, &'a PeerSpec)>) {
+        let by_name = target.last_observed().and_then(|member| member.peers.as_ref());
+        let mut index = Self {
+            by_name,
+            by_key: HashMap::with_capacity(by_name.map_or(0, BTreeMap::len)),
+            more_by_key: BTreeMap::new(),
+            kept_by_other_meshes: BTreeMap::new(),
+            has_unlabelled: false,
+            with_nat_keepalive: BTreeSet::new(),
+        };
+        let mut kept = Vec::new();
+        let source_networks = inputs.source_networks(name, target);
+        let nat_keepalive = nat_keepalive(inputs.configured_keepalive());
+        // The Peers of a source usually follow each other.
+        let mut last_source: Option<(Option<&str>, bool)> = None;
+        for (peer_name, peer) in by_name.into_iter().flatten() {
+            let ownership = ownership::of(&peer.owner, &inputs.seen.hub, inputs.claimants);
+            index.has_unlabelled |= ownership == Ownership::Unlabelled;
+            let Ok(spec) = &peer.spec else { continue };
+            let is_ours = ownership == Ownership::Mesh(inputs.mesh);
+            let source = peer.owner.source_cluster.as_deref();
+            let is_kept = match ownership {
+                Ownership::Foreign | Ownership::Unlabelled => true,
+                Ownership::Mesh(_) if is_ours => match last_source {
+                    Some((last, is_unobserved)) if last == source => is_unobserved,
+                    _ => {
+                        let is_unobserved = inputs.is_source_unobserved(name, target, peer);
+                        last_source = Some((source, is_unobserved));
+                        is_unobserved
+                    }
+                },
+                Ownership::Mesh(mesh) => inputs.kept_source(mesh, peer).is_some_and(|source| {
+                    index
+                        .kept_by_other_meshes
+                        .extend(source.map(|source| (spec.public_key, source)));
+                    true
+                }),
+                // The diff deletes an orphan that is superseded: one with a network of a source of this mesh, or one that describes a node
+                // of the target itself, if this mesh connects the target's locations.
+                Ownership::Orphan => {
+                    let superseded = |net: &ipnet::IpNet| source_networks.iter().any(|other| overlap(*other, *net));
+                    let is_own_node = matches!(spec.role, PeerRole::OwnNode(_));
+                    let is_own_superseded = is_own_node && target.cluster.locations == Locations::Connected;
+                    !is_own_superseded && !spec.allowed_ips.iter().any(superseded)
+                }
+            };
+            if is_kept {
+                kept.push((&**peer_name, spec));
+            }
+            if let Some(source) = source.filter(|_| is_ours)
+                && spec.endpoint.is_some()
+                && spec.persistent_keepalive == nat_keepalive
+                && !index.with_nat_keepalive.contains(source)
+            {
+                index.with_nat_keepalive.insert(source);
+            }
+            let existing = Existing {
+                name: peer_name,
+                peer,
+                is_ours,
+            };
+            match index.by_key.entry(spec.public_key) {
+                Entry::Vacant(entry) => drop(entry.insert(existing)),
+                Entry::Occupied(_) => index.more_by_key.entry(spec.public_key).or_default().push(existing),
+            }
+        }
+        (index, kept)
+    }
+
+    pub(super) fn get(&self, name: &str) -> Option<&'a ObservedPeer> {
+        self.by_name?.get(name)
+    }
+
+    /// The existing Peers with this key, sorted by name.
+    pub(super) fn with_key(&self, key: &PublicKey) -> impl Iterator<Item = Existing<'a>> {
+        let more = self.more_by_key.get(key).filter(|_| !self.more_by_key.is_empty());
+        self.by_key
+            .get(key)
+            .into_iter()
+            .chain(more.into_iter().flatten())
+            .copied()
+    }
+
+    /// The source of the Peer with this key that another mesh keeps.
+    pub(super) fn source_kept_by_other_mesh(&self, key: &PublicKey) -> Option<&'a ClusterIdentity> {
+        self.kept_by_other_meshes.get(key).copied()
+    }
+}
