@@ -15,8 +15,8 @@ use std::{
 
 use clustermesh_api::names::RELEASED_BY;
 use clustermesh_daemon::ReadinessItem;
-use k8s_openapi::{api::coordination::v1::Lease, apimachinery::pkg::apis::meta::v1::MicroTime, jiff::Timestamp};
-use kube::{Api, Client, Config, Error, ResourceExt, api::PostParams};
+use k8s_openapi::api::coordination::v1::Lease;
+use kube::{Api, Client, Config, Error, ResourceExt};
 use tokio::{
     sync::watch,
     time::{Instant, sleep},
@@ -27,14 +27,13 @@ use crate::api_error;
 
 pub(crate) mod fence;
 pub(crate) mod guard;
+mod lease;
+
+use lease::{duration, holder, released_by, with_holder, within, write};
 
 /// The name of the Lease in the controller's namespace.
 pub(crate) const LEASE: &str = "clustermesh-controller";
-/// Another replica takes a Lease that has not changed for this long.
-const DURATION: Duration = Duration::from_secs(3);
-/// A longer `leaseDurationSeconds`, written by another version, is respected up to this value.
-const MAX_DURATION: Duration = Duration::from_secs(60);
-/// The leader may write for this long after it has sent the last successful renewal. It is shorter than [`DURATION`], so that its last
+/// The leader may write for this long after it has sent the last successful renewal. It is shorter than the duration of the Lease, so that its last
 /// requests end before another replica takes the Lease.
 const VALIDITY: Duration = Duration::from_secs(2);
 /// The time from one renewal to the next.
@@ -433,67 +432,6 @@ fn time_until_free(current: &Seen, last_holder: Option<&String>) -> Duration {
         return Duration::ZERO;
     }
     duration(lease).saturating_sub(current.since.elapsed())
-}
-
-/// The replica that has released a Lease after its last write. `None` = the Lease has a holder, or was released otherwise.
-fn released_by(lease: &Lease) -> Option<&String> {
-    match holder(lease) {
-        None => lease.annotations().get(RELEASED_BY),
-        Some(_) => None,
-    }
-}
-
-/// The holder of a Lease. `None` = it was released.
-fn holder(lease: &Lease) -> Option<&String> {
-    lease
-        .spec
-        .as_ref()?
-        .holder_identity
-        .as_ref()
-        .filter(|holder| !holder.is_empty())
-}
-
-/// How long the Lease must be unchanged before another replica takes it.
-fn duration(lease: Option<&Lease>) -> Duration {
-    let seconds = lease.and_then(|lease| lease.spec.as_ref()?.lease_duration_seconds);
-    let seconds = seconds
-        .and_then(|seconds| u64::try_from(seconds).ok())
-        .unwrap_or_default();
-    Duration::from_secs(seconds).clamp(DURATION, MAX_DURATION)
-}
-
-/// Returns the Lease with this holder and the current time. `None` = a new Lease.
-fn with_holder(current: Option<&Lease>, name: &str, identity: &str) -> Lease {
-    let now = MicroTime(Timestamp::now());
-    let mut lease = current.cloned().unwrap_or_default();
-    lease.metadata.name = Some(name.to_owned());
-    lease.metadata.managed_fields = None;
-    let is_renewal = holder(&lease).is_some_and(|holder| holder == identity);
-    let spec = lease.spec.get_or_insert_default();
-    if !is_renewal {
-        spec.holder_identity = Some(identity.to_owned());
-        spec.acquire_time = Some(now.clone());
-        spec.lease_transitions = Some(spec.lease_transitions.map_or(0, |count| count.saturating_add(1)));
-    }
-    spec.lease_duration_seconds = i32::try_from(DURATION.as_secs()).ok();
-    spec.renew_time = Some(now);
-    lease
-}
-
-/// Creates or replaces a Lease. A Lease that was read before is replaced only if nobody has changed it since.
-async fn write(leases: &Api<Lease>, lease: &Lease, timeout: Duration) -> Result<Lease, Error> {
-    let (name, params) = (lease.name_any(), PostParams::default());
-    match &lease.metadata.resource_version {
-        Some(_) => within(timeout, leases.replace(&name, &params, lease)).await,
-        None => within(timeout, leases.create(&params, lease)).await,
-    }
-}
-
-async fn within<T>(timeout: Duration, request: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
-    match tokio::time::timeout(timeout, request).await {
-        Ok(answer) => answer,
-        Err(elapsed) => Err(Error::Service(Box::new(elapsed))),
-    }
 }
 
 /// Describes why the Lease in the hub was not read or written, with the remedy.

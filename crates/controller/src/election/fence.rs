@@ -18,7 +18,10 @@ use tokio::{
     time::{Instant, sleep, sleep_until},
 };
 
-use super::{Election, NotPermitted, Permission, Term, holder, with_holder, within, write};
+use super::{
+    Election, NotPermitted, Permission, Term,
+    lease::{holder, with_holder, within, write},
+};
 use crate::api_error;
 
 /// The namespace of the Lease, in which `deploy/member-account.yaml` gives the controller the right to write it.
