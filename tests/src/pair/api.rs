@@ -1,5 +1,5 @@
-//! A minimal API server inside a network namespace: lists, watches and merge patches of a few kinds, without any
-//! validation. It is for machines on which no real API server can run, such as an emulated processor.
+//! A minimal API server inside a network namespace: lists, watches and merge patches of a few kinds, and the table of Nodes, without any
+//! validation. Selectors are ignored. It is for machines on which no real API server can run, such as an emulated processor.
 
 use std::{
     collections::BTreeMap,
@@ -32,8 +32,10 @@ pub const SERVICES: &str = "/api/v1/namespaces/team/services";
 pub const ALL_SERVICES: &str = "/api/v1/services";
 pub const ALL_SLICES: &str = "/apis/discovery.k8s.io/v1/endpointslices";
 const SERVICE_CIDRS: &str = "/apis/networking.k8s.io/v1/servicecidrs";
-const COLLECTIONS: [&str; 11] = [
+const CSI_NODES: &str = "/apis/storage.k8s.io/v1/csinodes";
+const COLLECTIONS: [&str; 12] = [
     NODES,
+    CSI_NODES,
     PEERS,
     POLICIES,
     KUBERNETES_SLICES,
@@ -132,6 +134,20 @@ impl Store {
         self.objects.get(collection)?.get(name).cloned()
     }
 
+    /// The table of Nodes, with the columns that the agent reads.
+    fn table_of_nodes(&self) -> Value {
+        let columns = ["Name", "Internal-IP", "External-IP"].map(|name| json!({"name": name}));
+        let rows = self.objects[NODES].values().map(|node| {
+            let addresses = node["status"]["addresses"].as_array().into_iter().flatten();
+            let mut internal = addresses.filter(|address| address["type"] == "InternalIP");
+            let internal = internal
+                .next()
+                .map_or(json!("<none>"), |address| address["address"].clone());
+            json!({"cells": [node["metadata"]["name"], internal, "<none>"]})
+        });
+        json!({"kind": "Table", "apiVersion": "meta.k8s.io/v1", "columnDefinitions": columns, "rows": rows.collect::<Vec<_>>()})
+    }
+
     fn put(&mut self, collection: &str, object: Value) {
         let name = object["metadata"]["name"].as_str().expect("a name");
         let known = self.objects[collection].contains_key(name);
@@ -222,7 +238,7 @@ fn answer(shared: &Shared, stream: &TcpStream) -> Option<()> {
     reader.read_line(&mut line).ok()?;
     let mut words = line.split_whitespace();
     let (method, target) = (words.next()?.to_owned(), words.next()?.to_owned());
-    let mut length = 0;
+    let (mut length, mut wants_table) = (0, false);
     loop {
         let mut header = String::new();
         reader.read_line(&mut header).ok()?;
@@ -230,6 +246,7 @@ fn answer(shared: &Shared, stream: &TcpStream) -> Option<()> {
             break;
         }
         let (name, value) = header.split_once(':')?;
+        wants_table |= name.eq_ignore_ascii_case("accept") && value.contains("as=Table");
         if name.eq_ignore_ascii_case("content-length") {
             length = value.trim().parse().ok()?;
         }
@@ -250,6 +267,7 @@ fn answer(shared: &Shared, stream: &TcpStream) -> Option<()> {
         return watch(shared, stream, path, from);
     }
     let (code, body) = match method.as_str() {
+        "GET" if wants_table && path == NODES => Some(shared.store().table_of_nodes()),
         "GET" => shared.read(path),
         "PATCH" => shared.merge(path, &serde_json::from_slice(&body).ok()?),
         _ => None,

@@ -4,8 +4,8 @@
 //! 1,000 Nodes of 30 kB, 100 kB/s for each agent. What the agent needs of another Node seldom changes ([`ParsedNode`]). So it watches only
 //! its own Node, and reads another Node when one of these sources shows that it is new or has changed:
 //!
-//! - CSINodes, which it watches. Each kubelet creates one next to its Node; it is deleted with the Node, and otherwise changes only with
-//!   the node's storage drivers.
+//! - CSINodes, which it watches. Each kubelet creates one next to its Node; it is deleted with the Node, so that a new one with the same
+//!   name has another UID. Otherwise it changes only with the node's storage drivers.
 //! - the table of Nodes that `kubectl get nodes` shows, which takes about 250 bytes for each Node. The agent requests it at an interval
 //!   that grows with the number of Nodes. It shows Nodes without a kubelet, and changed addresses.
 //! - a new Node itself, which gets its pod CIDRs and WireGuard address only after some seconds.
@@ -46,10 +46,12 @@ const TABLE_PER_NODE: Duration = Duration::from_millis(500);
 const LIST_PER_NODE: Duration = Duration::from_secs(120);
 /// The agents read a new Node at different times, spread over this time for each Node of the cluster.
 const READ_SPREAD_PER_NODE: Duration = Duration::from_millis(2);
-/// The time until a Node that still lacks values is read again.
+/// The time until a Node that still lacks values is read again. It doubles each time.
 const READ_AGAIN: Duration = Duration::from_secs(5);
 /// A Node that is older than this is not expected to get further values.
 const YOUNG_SECONDS: i64 = 600;
+/// How often such a Node is read again. kg removes its annotations for a moment when it restarts.
+const REREADS_OF_OLD: u32 = 3;
 
 /// Keeps the Nodes in the store up to date until the token is cancelled. `own_annotations` are those that this agent writes on its own Node
 /// `me`.
@@ -60,7 +62,7 @@ pub(super) async fn run(
     sink: StoreSink<ParsedNode>,
     stop: CancellationToken,
 ) {
-    let (csi_names, hints) = watch::channel(BTreeSet::new());
+    let (csi_nodes, hints) = watch::channel(BTreeMap::new());
     let (own_address, own_addresses) = watch::channel(None);
     let own_sink = OwnNodeSink {
         me: me.clone(),
@@ -91,10 +93,10 @@ pub(super) async fn run(
     let csi_watch = watch_kind(
         Api::<CSINode>::all(client),
         watcher::Config::default(),
-        |_| (),
+        |csi_node| csi_node.metadata.uid.unwrap_or_default(),
         HintSink {
             seen: Mutex::default(),
-            names: csi_names,
+            uids: csi_nodes,
             is_refused: AtomicBool::new(false),
         },
         stop.clone(),
@@ -116,7 +118,8 @@ impl WatchSink<ParsedNode> for OwnNodeSink {
         let node = {
             let mut own = self.own.lock().unwrap_or_else(PoisonError::into_inner);
             change(&mut own);
-            own.objects().next().map(|(_, node)| node.clone())
+            let own_node = own.objects().find(|(name, _)| *name == self.me);
+            own_node.map(|(_, node)| node.clone())
         };
         let address = node.as_ref().and_then(|node| node.wireguard_ip);
         self.nodes.change(|nodes| set_node(nodes, &self.me, node));
@@ -147,20 +150,20 @@ fn set_node(nodes: &mut WatchedKind<ParsedNode>, name: &str, node: Option<Parsed
     }
 }
 
-/// Forwards the names of the CSINodes.
+/// Forwards the UIDs of the CSINodes by name.
 struct HintSink {
-    seen: Mutex<WatchedKind<()>>,
-    names: watch::Sender<BTreeSet<String>>,
+    seen: Mutex<WatchedKind<String>>,
+    uids: watch::Sender<BTreeMap<String, String>>,
     /// The refusal is logged.
     is_refused: AtomicBool,
 }
 
-impl WatchSink<()> for HintSink {
-    fn change(&self, change: impl FnOnce(&mut WatchedKind<()>) -> bool + Send) {
+impl WatchSink<String> for HintSink {
+    fn change(&self, change: impl FnOnce(&mut WatchedKind<String>) -> bool + Send) {
         let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
         if change(&mut seen) {
-            let names = seen.objects().map(|(name, ())| name.to_owned()).collect();
-            self.names.send_replace(names);
+            let uids = seen.objects().map(|(name, uid)| (name.to_owned(), uid.clone()));
+            self.uids.send_replace(uids.collect());
         }
     }
 
@@ -184,8 +187,10 @@ struct ReadPlan {
     to_read: BTreeMap<String, Instant>,
     /// The last table.
     rows: BTreeMap<String, String>,
-    /// The last names of CSINodes.
-    hinted: BTreeSet<String>,
+    /// How often each Node that lacked values was read.
+    attempts: BTreeMap<String, u32>,
+    /// The last UIDs of the CSINodes, by name.
+    hinted: BTreeMap<String, String>,
     next_table: Option<Instant>,
     next_list: Option<Instant>,
 }
@@ -237,23 +242,20 @@ impl ReadPlan {
         self.next_table = Some(now + interval - random_up_to(interval / 2));
     }
 
-    /// Plans to read the Nodes of new and of deleted CSINodes.
-    fn set_hints(&mut self, names: BTreeSet<String>, me: &str, now: Instant) {
-        let added: Vec<String> = names
-            .iter()
-            .filter(|name| *name != me && !self.known.contains(*name))
-            .cloned()
-            .collect();
-        let removed: Vec<String> = self
-            .hinted
-            .difference(&names)
-            .filter(|name| self.known.contains(*name))
-            .cloned()
-            .collect();
-        for name in added.into_iter().chain(removed) {
+    /// Plans to read the Nodes of new, of replaced and of deleted CSINodes.
+    fn set_hints(&mut self, uids: BTreeMap<String, String>, me: &str, now: Instant) {
+        let is_new = |(name, uid): &(&String, &String)| {
+            !self.known.contains(*name) || self.hinted.get(*name).is_some_and(|before| before != *uid)
+        };
+        let new = uids.iter().filter(|(name, _)| *name != me).filter(is_new);
+        let new = new.map(|(name, _)| name);
+        let removed = self.hinted.keys();
+        let removed = removed.filter(|name| !uids.contains_key(*name) && self.known.contains(*name));
+        let names: Vec<String> = new.chain(removed).cloned().collect();
+        for name in names {
             self.read_soon(&name, now);
         }
-        self.hinted = names;
+        self.hinted = uids;
     }
 
     /// Records that a Node was read at the time `now`, which is `unix` in seconds since 1970.
@@ -266,16 +268,28 @@ impl ReadPlan {
             }
             None => {
                 self.known.remove(name);
+                self.attempts.remove(name);
             }
         }
     }
 
+    /// Records that a Node could not be read. The others come first.
+    fn set_failed(&mut self, name: &str, now: Instant) {
+        self.to_read.insert(name.to_owned(), now + READ_AGAIN);
+    }
+
     fn read_again_if_incomplete(&mut self, name: &str, node: &ParsedNode, now: Instant, unix: i64) {
         let is_incomplete = node.wireguard_ip.is_none() || node.pod_cidrs.is_empty() || node.internal_ips.is_empty();
-        if is_incomplete && unix - node.created < YOUNG_SECONDS {
+        if !is_incomplete {
+            self.attempts.remove(name);
+            return;
+        }
+        let attempts = self.attempts.entry(name.to_owned()).or_default();
+        if unix - node.created < YOUNG_SECONDS || *attempts < REREADS_OF_OLD {
             // At most one Node a second.
             let waiting = u32::try_from(self.to_read.len()).unwrap_or(u32::MAX);
-            let pause = READ_AGAIN.max(Duration::from_secs(1) * waiting);
+            let pause = (READ_AGAIN * (1 << (*attempts).min(10))).max(Duration::from_secs(1) * waiting);
+            *attempts += 1;
             self.to_read.insert(name.to_owned(), now + pause);
         }
     }
@@ -290,6 +304,7 @@ impl ReadPlan {
     ) {
         self.known.clear();
         self.to_read.clear();
+        self.attempts.clear();
         for (name, node) in nodes.filter(|(name, _)| *name != me) {
             self.known.insert(name.to_owned());
             self.read_again_if_incomplete(name, node, now, unix);
@@ -343,7 +358,7 @@ impl Directory {
 
     async fn follow(
         mut self,
-        mut hints: watch::Receiver<BTreeSet<String>>,
+        mut hints: watch::Receiver<BTreeMap<String, String>>,
         mut own_address: watch::Receiver<Option<IpAddr>>,
         stop: CancellationToken,
     ) {
@@ -355,8 +370,8 @@ impl Directory {
             tokio::select! {
                 () = stop.cancelled() => return,
                 Ok(()) = hints.changed() => {
-                    let names = hints.borrow_and_update().clone();
-                    self.plan.set_hints(names, &self.me, Instant::now());
+                    let uids = hints.borrow_and_update().clone();
+                    self.plan.set_hints(uids, &self.me, Instant::now());
                     continue;
                 }
                 Ok(()) = own_address.changed() => {
@@ -403,7 +418,13 @@ impl Directory {
         let done = match step {
             Step::List => self.list().await,
             Step::Table => self.read_table().await,
-            Step::Read(name) => self.read_node(&name).await,
+            Step::Read(name) => {
+                let done = self.read_node(&name).await;
+                if done.is_err() {
+                    self.plan.set_failed(&name, Instant::now());
+                }
+                done
+            }
         };
         match done {
             Ok(()) => {

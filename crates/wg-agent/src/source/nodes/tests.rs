@@ -29,6 +29,14 @@ fn names(names: &[&str]) -> BTreeSet<String> {
     names.iter().map(|name| (*name).to_owned()).collect()
 }
 
+/// CSINodes, whose UIDs are their names.
+fn hints(names: &[&str]) -> BTreeMap<String, String> {
+    names
+        .iter()
+        .map(|name| ((*name).to_owned(), (*name).to_owned()))
+        .collect()
+}
+
 /// A plan that has read the complete Nodes `a` and `b` of a cluster with this node, `me`.
 fn plan(now: Instant) -> ReadPlan {
     let mut plan = ReadPlan::default();
@@ -49,7 +57,7 @@ fn complete_nodes_are_not_read_again() {
     let mut plan = plan(now);
     assert_eq!(to_read(&plan), Vec::<&str>::new());
     plan.set_rows(rows(&[("a", "1"), ("b", "2"), ("me", "changed")]), "me", now);
-    plan.set_hints(names(&["a", "b", "me"]), "me", now);
+    plan.set_hints(hints(&["a", "b", "me"]), "me", now);
     assert_eq!(to_read(&plan), Vec::<&str>::new());
 }
 
@@ -70,9 +78,14 @@ fn new_changed_and_missing_nodes_are_read() {
 fn nodes_of_new_and_deleted_csinodes_are_read() {
     let now = Instant::now();
     let mut plan = plan(now);
-    plan.set_hints(names(&["a", "b", "me"]), "me", now);
-    plan.set_hints(names(&["a", "me", "new"]), "me", now);
+    plan.set_hints(hints(&["a", "b", "me"]), "me", now);
+    plan.set_hints(hints(&["a", "me", "new"]), "me", now);
     assert_eq!(to_read(&plan), ["b", "new"]);
+    // A Node of the same name replaced `a`.
+    let mut replaced = hints(&["me", "new"]);
+    replaced.insert("a".to_owned(), "other".to_owned());
+    plan.set_hints(replaced, "me", now);
+    assert_eq!(to_read(&plan), ["a", "b", "new"]);
 }
 
 #[test]
@@ -82,13 +95,42 @@ fn young_node_is_read_until_it_is_complete() {
     plan.set_read("new", Some(&node(NOW - 3)), now, NOW);
     assert_eq!(plan.to_read["new"], now + READ_AGAIN);
     // Its CSINode is deleted meanwhile.
-    plan.set_hints(names(&["new"]), "me", now);
-    plan.set_hints(names(&[]), "me", now);
+    plan.set_hints(hints(&["new"]), "me", now);
+    plan.set_hints(hints(&[]), "me", now);
     assert!(plan.to_read["new"] < now + Duration::from_secs(1));
     plan.set_read("new", Some(&complete()), now, NOW);
     assert_eq!(to_read(&plan), Vec::<&str>::new());
-    plan.set_read("virtual", Some(&node(NOW - YOUNG_SECONDS)), now, NOW);
+}
+
+#[test]
+fn incomplete_node_is_read_again_at_growing_intervals() {
+    let now = Instant::now();
+    let mut plan = plan(now);
+    for pause in [5, 10, 20, 40] {
+        plan.set_read("young", Some(&node(NOW)), now, NOW);
+        assert_eq!(plan.to_read["young"], now + Duration::from_secs(pause));
+    }
+    plan.set_read("young", Some(&complete()), now, NOW);
+    for pause in [5, 10, 20] {
+        plan.set_read("old", Some(&node(NOW - YOUNG_SECONDS)), now, NOW);
+        assert_eq!(plan.to_read["old"], now + Duration::from_secs(pause));
+    }
+    plan.set_read("old", Some(&node(NOW - YOUNG_SECONDS)), now, NOW);
     assert_eq!(to_read(&plan), Vec::<&str>::new(), "it stays incomplete");
+}
+
+#[test]
+fn node_that_cannot_be_read_does_not_delay_others() {
+    let now = Instant::now();
+    let mut plan = plan(now);
+    plan.set_rows(rows(&[("a", "1"), ("b", "2"), ("c", "3"), ("d", "4")]), "me", now);
+    let later = now + Duration::from_secs(1);
+    let Step::Read(first) = plan.next(later).1 else {
+        panic!("{plan:?}")
+    };
+    plan.set_failed(&first, later);
+    let second = if first == "c" { "d" } else { "c" };
+    assert_eq!(plan.next(later).1, Step::Read(second.to_owned()));
 }
 
 #[test]
