@@ -8,7 +8,7 @@ use std::{
 
 use clustermesh_api::names;
 use clustermesh_lab::{AuditedWrite, NAMESPACE, Node as Machine, Running, wait_until};
-use clustermesh_tests::test_env::{LATER, SOON, TestEnv};
+use clustermesh_tests::test_env::{LATER, SOON, TestEnv, process_id};
 use nix::sys::signal::Signal;
 
 const CLUSTERS: [&str; 3] = ["mgmt", "tenant-a", "tenant-b"];
@@ -18,6 +18,8 @@ struct Replicas<'a> {
     env: &'a TestEnv,
     hosts: [Machine<'a>; 2],
     running: [Running; 2],
+    /// The ids of the processes.
+    processes: [String; 2],
 }
 
 /// The holder of the Lease: the name of the replica, and an id of its process.
@@ -41,6 +43,7 @@ impl<'a> Replicas<'a> {
         Self {
             env,
             hosts,
+            processes: [process_id(&first), process_id(&second)],
             running: [first, second],
         }
     }
@@ -48,6 +51,7 @@ impl<'a> Replicas<'a> {
     async fn restart(&mut self, index: usize) {
         let name = format!("replica-{index}");
         self.running[index] = self.env.start_replica(&self.hosts[index], &name, 8081).await;
+        self.processes[index] = process_id(&self.running[index]);
     }
 }
 
@@ -72,19 +76,21 @@ fn writes(env: &TestEnv, cluster: &str, from: &str) -> Vec<AuditedWrite> {
     writes
 }
 
-/// The replica in the user agent.
-fn replica(write: &AuditedWrite) -> &str {
-    let start = write.user_agent.find("replica-").unwrap_or_else(|| panic!("{write:?}"));
-    &write.user_agent[start..start + "replica-0".len()]
+/// The index of the replica whose process the user agent names.
+fn replica(processes: &[String], write: &AuditedWrite) -> usize {
+    let found = processes.iter().position(|process| write.user_agent.contains(process));
+    found.unwrap_or_else(|| panic!("{write:?} is of none of {processes:?}"))
 }
 
 /// Waits for a write of replica `index` to each member since `from`, and checks that the other replica writes nothing after it.
-async fn until_only_writer(env: &TestEnv, index: usize, from: &str) {
+async fn until_only_writer(replicas: &Replicas<'_>, index: usize, from: &str) {
+    let env = replicas.env;
+    let is_of = |write: &AuditedWrite| replica(&replicas.processes, write) == index;
     let name = format!("replica-{index}");
     for cluster in &CLUSTERS[1..] {
         wait_until(format!("three writes of {name} to {cluster}"), LATER, async || {
             let writes = writes(env, cluster, from);
-            let own = writes.iter().filter(|write| replica(write) == name).count();
+            let own = writes.iter().filter(|write| is_of(write)).count();
             if own >= 3 {
                 Ok(())
             } else {
@@ -96,10 +102,10 @@ async fn until_only_writer(env: &TestEnv, index: usize, from: &str) {
     }
     for cluster in CLUSTERS {
         let writes = writes(env, cluster, from);
-        let late = writes.iter().skip_while(|write| replica(write) != name);
-        let late: Vec<_> = late.filter(|write| replica(write) != name).collect();
+        let late = writes.iter().skip_while(|write| !is_of(write));
+        let late: Vec<_> = late.filter(|write| !is_of(write)).collect();
         assert_eq!(late, Vec::<&AuditedWrite>::new(), "{cluster}: two writers");
-        if let Some(first) = writes.iter().find(|write| replica(write) == name) {
+        if let Some(first) = writes.iter().find(|write| is_of(write)) {
             println!(
                 "{cluster}: the first write of {name} was received at {}",
                 first.received
@@ -177,26 +183,24 @@ async fn other_replica_takes_over_and_never_two_write() {
 
 /// Replica 0 leads before, replica 1 after.
 async fn leader_is_killed(replicas: &mut Replicas<'_>) {
-    let env = replicas.env;
-    until_only_writer(env, 0, "").await;
+    until_only_writer(replicas, 0, "").await;
     let from = now();
     println!("{from}: the leader is killed");
     replicas.running[0].signal(Signal::SIGKILL).unwrap();
-    until_only_writer(env, 1, &from).await;
+    until_only_writer(replicas, 1, &from).await;
     replicas.restart(0).await;
 }
 
 /// Replica 1 leads before, replica 0 after.
 async fn leader_is_stopped_and_continues(replicas: &Replicas<'_>) {
-    let env = replicas.env;
     let from = now();
     println!("{from}: the leader is stopped");
     replicas.running[1].signal(Signal::SIGSTOP).unwrap();
-    until_only_writer(env, 0, &from).await;
+    until_only_writer(replicas, 0, &from).await;
     replicas.running[1].signal(Signal::SIGCONT).unwrap();
     println!("{}: the old leader continues", now());
     log_contains(&replicas.running[1], "it is a standby now").await;
-    until_only_writer(env, 0, &from).await;
+    until_only_writer(replicas, 0, &from).await;
 }
 
 async fn log_contains(running: &Running, text: &str) {
@@ -221,13 +225,13 @@ async fn leader_is_cut_off_from_the_hub(replicas: &Replicas<'_>) {
         .exec(["ip", "route", "add", "blackhole", &hub])
         .await
         .unwrap();
-    until_only_writer(env, 1, &from).await;
+    until_only_writer(replicas, 1, &from).await;
     replicas.hosts[0]
         .exec(["ip", "route", "del", "blackhole", &hub])
         .await
         .unwrap();
     log_contains(&replicas.running[0], "it is a standby now").await;
-    until_only_writer(env, 1, &from).await;
+    until_only_writer(replicas, 1, &from).await;
 }
 
 /// Replica 1 leads before, and one of both after.
@@ -238,7 +242,7 @@ async fn hub_is_down(replicas: &Replicas<'_>) {
     log_contains(&replicas.running[1], "has lapsed").await;
     let from = now();
     println!("{from}: the hub is down, and the Lease has lapsed");
-    until_only_writer(env, 1, &from).await;
+    until_only_writer(replicas, 1, &from).await;
     env.hub().start_api().await.unwrap();
     env.annotate("mgmt", "mgmt-1", "example.com/turn", Some("after")).await;
 }
@@ -253,12 +257,12 @@ async fn leader_exits(replicas: &mut Replicas<'_>) {
     .await
     .unwrap();
     let index = usize::from(leader(env).await.starts_with("replica-1"));
-    until_only_writer(env, index, &now()).await;
+    until_only_writer(replicas, index, &now()).await;
     let from = now();
     println!("{from}: the leader is told to exit");
     let exit = replicas.running[index].terminate(SOON).await.unwrap();
     assert!(exit.success(), "{}", replicas.running[index].log());
-    until_only_writer(env, 1 - index, &from).await;
+    until_only_writer(replicas, 1 - index, &from).await;
 }
 
 /// Deletes the permission for Leases in a cluster. Returns the object, to apply it again.

@@ -7,7 +7,7 @@ use clustermesh_api::{
     names::{self, ADOPT_HUB},
 };
 use clustermesh_lab::{ArtefactSet, NAMESPACE, Tools, wait_until};
-use clustermesh_tests::test_env::{LATER, SOON, TestEnv};
+use clustermesh_tests::test_env::{LATER, SOON, TestEnv, process_id};
 use kube::Api;
 use serde_json::json;
 
@@ -103,7 +103,7 @@ async fn clusterctl_moves_a_mesh_and_its_secrets() {
     env.hub().kubectl(words).await.unwrap();
     env.until_condition("Paused", "True/Paused", SOON).await;
 
-    let _new = env.start_other_hub(NEW_HUB).await;
+    let new_controller = env.start_other_hub(NEW_HUB).await;
     for hub in ["mgmt", NEW_HUB] {
         env.lab.cluster(hub).apply(&cluster_api_crd()).await.unwrap();
         let words = [
@@ -167,6 +167,7 @@ async fn clusterctl_moves_a_mesh_and_its_secrets() {
     .unwrap();
     assert_eq!(objects(&env).await, before);
     // The new controller follows the members; the old one, which still runs, writes nothing.
+    let process = process_id(&new_controller);
     let old_writes = MEMBERS.map(|member| env.lab.cluster(member).audited_writes().unwrap());
     env.create_node("tenant-a", 2, 2).await;
     let after = ["prod--tenant-a--tenant-a-1", "prod--tenant-a--tenant-a-2"];
@@ -176,6 +177,6 @@ async fn clusterctl_moves_a_mesh_and_its_secrets() {
         let deletes = writes.iter().filter(|write| write.request.starts_with("delete"));
         assert_eq!(deletes.count(), 0, "{writes:?}");
         let new = &writes[old.len()..];
-        assert!(new.iter().all(|write| write.user_agent.contains(NEW_HUB)), "{new:?}");
+        assert!(new.iter().all(|write| write.user_agent.contains(&process)), "{new:?}");
     }
 }

@@ -34,6 +34,16 @@ pub struct TestEnv {
     names: Vec<String>,
 }
 
+/// The id of a controller's process, which its user agent and the Leases in members contain.
+pub fn process_id(controller: &Running) -> String {
+    let log = controller.log();
+    let line = log.lines().find(|line| line.contains("takes part in the election"));
+    let words = line.into_iter().flat_map(|line| line.split(['"', ' ', '=']));
+    let mut ids = words.filter_map(|word| word.rsplit_once('_')).map(|(_, id)| id);
+    let id = ids.rfind(|id| id.len() == 16 && id.bytes().all(|byte| byte.is_ascii_hexdigit()));
+    id.unwrap_or_else(|| panic!("no id of the process in {log}")).to_owned()
+}
+
 async fn until_ready(host: &Machine<'_>, port: u16, running: &Running) {
     let url = format!("http://127.0.0.1:{port}/readyz");
     wait_until("the controller to be ready", LATER, async || {

@@ -11,6 +11,9 @@ use sha2::{Digest, Sha256};
 
 /// Annotation of the leader's Lease in the hub: the replica that released the Lease, after its last write.
 pub const RELEASED_BY: &str = "kilo-clustermesh.io/released-by";
+/// Annotation of the leader's Lease in the hub: whether an API server may still execute a request of the replica that released the Lease,
+/// or of an earlier one.
+pub const LATE_WRITES: &str = "kilo-clustermesh.io/late-writes";
 
 /// Finalizer of a ClusterMesh until all objects that were written for it are removed (predecessor).
 pub const FINALIZER: &str = "kilo-clustermesh.io/cleanup";

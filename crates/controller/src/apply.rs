@@ -196,7 +196,7 @@ impl MemberWriter {
             Outcome::Conflict { by } => {
                 tracing::info!(mesh = %step.mesh, action, kind, name, by, "not written: another client changed the object");
             }
-            Outcome::NotPermitted(why) => tracing::info!(mesh = %step.mesh, action, kind, name, why, "not written"),
+            Outcome::NotPermitted(why) => tracing::debug!(mesh = %step.mesh, action, kind, name, why, "not written"),
             Outcome::Refused(why) => tracing::warn!(mesh = %step.mesh, action, kind, name, why, "refused"),
             Outcome::Throttled(why) | Outcome::Unavailable(why) => {
                 tracing::warn!(mesh = %step.mesh, action, kind, name, why, "not written; will retry");

@@ -1,7 +1,7 @@
 //! Elects one replica of the controller as the leader. Only the leader writes.
 //!
-//! The leader holds a Lease in the hub, renews it every second, and may write for two seconds after it has sent the last successful
-//! renewal. Another replica takes the Lease when it has not changed for three seconds, or at once when the leader has released it. Each
+//! The leader holds a Lease in the hub, renews it every second, and may write for three seconds after it has sent the last successful
+//! renewal. Another replica takes the Lease when it has not changed for four seconds, or at once when the leader has released it. Each
 //! replica measures these times with its own monotonic clock. The times in the Lease are for people.
 //!
 //! While the hub does not answer, nobody can renew this Lease, but members must still follow each other. The last leader then has to
@@ -13,7 +13,7 @@ use std::{
     time::Duration,
 };
 
-use clustermesh_api::names::RELEASED_BY;
+use clustermesh_api::names::{LATE_WRITES, RELEASED_BY};
 use clustermesh_daemon::ReadinessItem;
 use k8s_openapi::api::coordination::v1::Lease;
 use kube::{Api, Client, Config, Error, ResourceExt};
@@ -35,7 +35,7 @@ use lease::{duration, holder, released_by, with_holder, within, write};
 pub(crate) const LEASE: &str = "clustermesh-controller";
 /// The leader may write for this long after it has sent the last successful renewal. It is shorter than the duration of the Lease, so that its last
 /// requests end before another replica takes the Lease.
-const VALIDITY: Duration = Duration::from_secs(2);
+const VALIDITY: Duration = Duration::from_secs(3);
 /// The time from one renewal to the next.
 const RENEW_INTERVAL: Duration = Duration::from_secs(1);
 /// The pause after a failed renewal, while the Lease is still valid.
@@ -45,11 +45,11 @@ const POLL_INTERVAL: Duration = Duration::from_millis(500);
 /// The pause after a failed request, while the Lease is not held.
 const FAILED_INTERVAL: Duration = Duration::from_secs(1);
 /// Longer than [`VALIDITY`]: a late response to a renewal extends nothing, but has the resourceVersion for the next one.
-const REQUEST_TIMEOUT: Duration = Duration::from_secs(3);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(4);
 /// How long a leader that exits waits for its last requests.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
 /// An API server may answer a request that its client has given up for this long (`--request-timeout` of kube-apiserver).
-const LATE_WRITES: Duration = Duration::from_secs(60);
+const LATE_WRITES_FOR: Duration = Duration::from_secs(60);
 
 /// Whether this replica may write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -95,7 +95,7 @@ struct Term {
     began: Instant,
     /// Until when this replica may write without the Lease of a member.
     valid_until: Instant,
-    /// The replica that had released the Lease before. It has ended its writes.
+    /// The process of the replica that had released the Lease before. It has ended its writes.
     released_by: Option<String>,
     /// Whether no request of an earlier leader can be in flight. Otherwise, an API server may still create an object for it.
     is_clean: bool,
@@ -119,6 +119,8 @@ struct State {
     is_resigning: bool,
     /// Whether the hub answered the last request for the Lease, if only with an error.
     hub_answers: bool,
+    /// When a request in flight was given up because the permission ended.
+    gave_up: Option<Instant>,
 }
 
 /// The Lease, as this replica has read or written it.
@@ -132,11 +134,14 @@ struct Seen {
 
 /// The election. All parts of the process share it.
 pub(crate) struct Election {
-    /// The replica and its process, in `holderIdentity`.
+    /// The replica and [`Self::process`], in the Lease of the hub.
     identity: String,
+    /// A random id of this process, in the Leases of members: their administrators need not know the names of the hub's pods.
+    process: String,
     leases: Api<Lease>,
     state: Mutex<State>,
-    leadership: watch::Sender<Leadership>,
+    /// The leadership, and whether the hub answers.
+    standing: watch::Sender<(Leadership, bool)>,
     /// The requests in flight that write into the hub or a member.
     writes: TaskTracker,
     /// Cancelled to end the election, because the process exits.
@@ -179,12 +184,15 @@ impl Election {
 
     fn new(client: Client, namespace: &str, replica: &str) -> Self {
         // A restarted container has the name of its predecessor, which may still have a request in flight.
-        let process = RandomState::new().hash_one(std::process::id());
+        let process = format!("{:016x}", RandomState::new().hash_one(std::process::id()));
+        let identity = format!("{replica}_{process}");
+        tracing::info!(identity, "this replica takes part in the election of the leader");
         Self {
-            identity: format!("{replica}_{process:016x}"),
+            identity,
+            process,
             leases: Api::namespaced(client, namespace),
             state: Mutex::default(),
-            leadership: watch::Sender::new(Leadership::Standby),
+            standing: watch::Sender::new((Leadership::Standby, false)),
             writes: TaskTracker::new(),
             resigning: CancellationToken::new(),
             ended: CancellationToken::new(),
@@ -203,9 +211,9 @@ impl Election {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Reports when [`Self::leadership`] has changed.
-    pub(crate) fn subscribe(&self) -> watch::Receiver<Leadership> {
-        self.leadership.subscribe()
+    /// Reports when [`Self::leadership`] or [`Self::hub_answers`] has changed.
+    pub(crate) fn subscribe(&self) -> watch::Receiver<(Leadership, bool)> {
+        self.standing.subscribe()
     }
 
     pub(crate) fn leadership(&self) -> Leadership {
@@ -238,10 +246,9 @@ impl Election {
     /// Whether no object may still be created for an earlier leader, so that a cluster without objects of a mesh stays so.
     pub(crate) fn has_ended_earlier_writes(&self) -> bool {
         let state = self.state();
-        state
-            .term
-            .as_ref()
-            .is_some_and(|term| term.is_clean || term.began.elapsed() > LATE_WRITES)
+        let is_over = |since: Instant| since.elapsed() > LATE_WRITES_FOR;
+        let term = state.term.as_ref();
+        term.is_some_and(|term| term.is_clean || is_over(term.began)) && state.gave_up.is_none_or(is_over)
     }
 
     /// Whether the election has ended. It ends by itself only after a panic.
@@ -254,12 +261,15 @@ impl Election {
         let mut last_holder = None;
         loop {
             let step = self.step(&mut seen, &mut last_holder).await;
-            self.state().hub_answers = !matches!(&step, Err(error) if !matches!(error, Error::Api(_)));
+            let hub_answers = !matches!(&step, Err(error) if !matches!(error, Error::Api(_)));
+            self.state().hub_answers = hub_answers;
             let leadership = self.leadership();
-            let has_changed = self
-                .leadership
-                .send_if_modified(|last| std::mem::replace(last, leadership) != leadership);
-            if has_changed && leadership == Leadership::Lapsed {
+            let last = *self.standing.borrow();
+            self.standing.send_if_modified(|standing| {
+                let next = (leadership, hub_answers);
+                std::mem::replace(standing, next) != next
+            });
+            if last.0 != leadership && leadership == Leadership::Lapsed {
                 tracing::warn!(
                     "the leader's Lease has lapsed: members are written only while their own Leases can be renewed"
                 );
@@ -319,6 +329,7 @@ impl Election {
         let current = seen.as_ref().and_then(|seen| seen.lease.as_ref());
         let is_new = current.is_none();
         let released_by = current.and_then(released_by).cloned();
+        let has_late_writes = current.is_some_and(|lease| lease.annotations().contains_key(LATE_WRITES));
         let sent = Instant::now();
         match write(
             &self.leases,
@@ -332,9 +343,10 @@ impl Election {
                     lease: Some(lease),
                     since: sent,
                 });
+                let is_clean = (released_by.is_some() && !has_late_writes) || (is_new && last_holder.is_none());
                 *last_holder = Some(self.identity.clone());
-                let is_clean = is_new || released_by.is_some();
-                self.extend_term(sent, released_by, is_clean);
+                let released_by = released_by.as_deref().and_then(|by| by.rsplit_once('_'));
+                self.extend_term(sent, released_by.map(|(_, process)| process.to_owned()), is_clean);
                 Ok(RENEW_INTERVAL.saturating_sub(sent.elapsed()))
             }
             // Another process has written or deleted the Lease, or the response to our last write was lost.
@@ -376,6 +388,11 @@ impl Election {
         });
     }
 
+    /// Records that a request in flight was given up. Its API server may still execute it.
+    fn record_given_up(&self) {
+        self.state().gave_up = Some(Instant::now());
+    }
+
     /// Refuses all further writes, waits a short time for those in flight, and releases the Lease if this replica holds it. Ends the
     /// election.
     pub(crate) async fn resign(&self) {
@@ -385,6 +402,7 @@ impl Election {
 
     async fn release(&self) {
         let term = self.held_term();
+        let was_clean = self.has_ended_earlier_writes();
         self.state().is_resigning = true;
         if term.is_err() {
             return;
@@ -397,13 +415,15 @@ impl Election {
                 return Ok(());
             }
             lease.spec.get_or_insert_default().holder_identity = None;
+            let annotations = lease.annotations_mut();
+            annotations.remove(RELEASED_BY);
+            annotations.remove(LATE_WRITES);
+            // Without it, the next leader waits until the Lease would have expired.
             if has_ended {
-                lease
-                    .annotations_mut()
-                    .insert(RELEASED_BY.to_owned(), self.identity.clone());
-            } else {
-                // The next leader waits until the Lease would have expired.
-                lease.annotations_mut().remove(RELEASED_BY);
+                annotations.insert(RELEASED_BY.to_owned(), self.identity.clone());
+            }
+            if !was_clean {
+                annotations.insert(LATE_WRITES.to_owned(), "true".to_owned());
             }
             write(&self.leases, &lease, REQUEST_TIMEOUT).await.map(drop)
         };

@@ -35,6 +35,8 @@ mod requests;
 
 /// The maximum number of requests in flight at the same time.
 const MAX_IN_FLIGHT: usize = 4;
+/// How often the task looks again whether this replica holds the leader's Lease.
+const LAPSE_PAUSE: Duration = Duration::from_millis(500);
 /// The longest pause after a failure.
 const MAX_PAUSE: Duration = Duration::from_secs(30);
 /// The token bucket for status writes of one mesh: a burst of this many writes, then one write per interval. It limits the writes for a
@@ -365,8 +367,12 @@ impl Shared {
         let mut writing = FuturesUnordered::new();
         loop {
             let wait = loop {
-                if writing.len() >= MAX_IN_FLIGHT || self.election.leadership() != Leadership::Leader {
+                if writing.len() >= MAX_IN_FLIGHT {
                     break None;
+                }
+                if self.election.leadership() != Leadership::Leader {
+                    // The election reports changes only after its requests, so a short lapse between two renewals is not reported.
+                    break Some(Instant::now() + LAPSE_PAUSE);
                 }
                 let next = self.queue().next(&self.meshes, Instant::now());
                 match next {

@@ -55,6 +55,14 @@ struct Member {
     writer: MemberWriter,
 }
 
+impl Member {
+    /// Why objects of a mesh cannot be written into the member. `None` = nothing is known.
+    fn write_problem(&self, mesh: &MeshId) -> Option<String> {
+        let of_fence = || self.session.writer()?.fence?.problem();
+        self.writer.problem(mesh).or_else(of_fence)
+    }
+}
+
 /// The content of `/debug/state`, shared with the admin endpoint.
 pub(crate) type SharedDebugView = Arc<Mutex<DebugView>>;
 
@@ -142,7 +150,8 @@ impl Reconciler {
         // later does not answer or refuses (403), the last listed meshes are used, but nothing is deleted.
         let trust = self.meshes.feed.trust();
         // A watch ends only some time after the hub stopped to answer; the Lease of the leader is read every second.
-        let hub_is_fresh = trust == Trust::Live && self.hub.election.hub_answers();
+        let hub_is_fresh = trust == Trust::Live
+            && (self.hub.election.hub_answers() || self.hub.election.leadership() == Leadership::Leader);
         let is_listed = match trust {
             Trust::Live => true,
             Trust::Broken(_) | Trust::Denied(_) => self.meshes.feed.has_answer(),
@@ -290,15 +299,19 @@ impl Reconciler {
                 member.writer.clear();
                 continue;
             };
-            // Taken also if there is nothing to write, because it cannot be taken while the hub does not answer.
-            if let Some(fence) = writer.fence.filter(|fence| fence.must_be_taken()) {
-                member.writer.clear();
-                let changed = Arc::clone(&self.changed);
-                self.tasks.spawn(async move {
-                    fence.take().await;
-                    changed.notify_one();
-                });
-                continue;
+            if let Some(fence) = &writer.fence {
+                // Taken also if there is nothing to write, because it cannot be taken while the hub does not answer.
+                if fence.start_taking() {
+                    let (fence, changed) = (Arc::clone(fence), Arc::clone(&self.changed));
+                    self.tasks.spawn(async move {
+                        fence.take().await;
+                        changed.notify_one();
+                    });
+                }
+                if fence.is_awaited() {
+                    member.writer.clear();
+                    continue;
+                }
             }
             let seen = pass
                 .seen

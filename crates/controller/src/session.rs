@@ -81,20 +81,26 @@ pub(crate) struct Writer {
     pub(crate) client: Client,
     /// `None` in the hub, where the Lease of the leader is.
     pub(crate) fence: Option<Arc<Fence>>,
+    /// Ends the tasks of the fence when the connection is replaced.
+    _end: Arc<DropGuard>,
 }
 
 impl Writer {
     fn new(identity: &ClusterIdentity, hub: &Hub, client: &Client) -> Self {
         let election = Arc::clone(&hub.election);
-        if *identity == ClusterIdentity::Local {
-            let client = guard(client.clone(), Permit::Hub(election));
-            return Self { client, fence: None };
-        }
-        let fence = Fence::new(Arc::clone(&election), identity.to_string(), &hub.id, client.clone());
-        let fence = Arc::new(fence);
+        let end = CancellationToken::new();
+        let (permit, fence) = if *identity == ClusterIdentity::Local {
+            (Permit::Hub(election), None)
+        } else {
+            let member = identity.to_string();
+            let fence = Fence::new(Arc::clone(&election), member, &hub.id, client.clone(), end.clone());
+            let fence = Arc::new(fence);
+            (Permit::Member(election, Arc::clone(&fence)), Some(fence))
+        };
         Self {
-            client: guard(client.clone(), Permit::Member(election, Arc::clone(&fence))),
-            fence: Some(fence),
+            client: guard(client.clone(), permit),
+            fence,
+            _end: Arc::new(end.drop_guard()),
         }
     }
 }

@@ -5,7 +5,10 @@
 //! as it can renew the Lease there. Only a replica that holds the hub's Lease may take the Lease of a member from another. So if there is a
 //! new leader that reaches the member, the old one cannot renew; if there is none, or it does not reach the member, the old one goes on.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{Arc, MutexGuard, PoisonError},
+    time::Duration,
+};
 
 use clustermesh_api::names::{LABEL_HUB, lease_name};
 use k8s_openapi::{
@@ -17,6 +20,7 @@ use tokio::{
     sync::Mutex,
     time::{Instant, sleep, sleep_until},
 };
+use tokio_util::sync::CancellationToken;
 
 use super::{
     Election, NotPermitted, Permission, Term,
@@ -40,6 +44,9 @@ const DENIED_AFTER: Duration = Duration::from_secs(60);
 /// When the member does not permit the Lease, it is tried again after this time.
 const REFUSED_FOR: Duration = Duration::from_secs(300);
 
+/// How long the holder of the Lease is not read again after it was another replica.
+const TAKEN_FOR: Duration = Duration::from_secs(5);
+
 /// The Lease for one connection to a member. Two connections to the same cluster, by different Secrets, share one Lease.
 pub(crate) struct Fence {
     election: Arc<Election>,
@@ -48,68 +55,126 @@ pub(crate) struct Fence {
     leases: Api<Lease>,
     name: String,
     hub: String,
-    state: Mutex<State>,
-    /// Taken by the task that takes the Lease.
-    taking: Mutex<()>,
+    progress: std::sync::Mutex<Progress>,
+    held: Mutex<Held>,
+    /// Cancelled when the connection has ended.
+    end: CancellationToken,
 }
 
+/// The progress of this replica in taking the Lease.
 #[derive(Default)]
-struct State {
+struct Progress {
     /// The number of the term in which the member may be written, because this replica has taken the Lease or the member does not permit
     /// it.
     ready: Option<u64>,
+    /// The member does not permit the Lease; until when it is not tried again.
+    refused_until: Option<Instant>,
+    /// Whether a task is taking the Lease.
+    is_taking: bool,
+    /// Why the Lease could not be taken yet.
+    problem: Option<String>,
+}
+
+/// What this replica knows of the Lease.
+#[derive(Default)]
+struct Held {
     /// The Lease after our last write. `None` = it was not read yet, or another process has changed it.
     lease: Option<Lease>,
     /// When the last successful renewal was sent.
     renewed: Option<Instant>,
-    /// The member does not permit the Lease; until when it is not tried again.
-    refused_until: Option<Instant>,
+    /// Another replica has taken the Lease; until when it is not read again.
+    taken_until: Option<Instant>,
+}
+
+/// Ends the task that takes the Lease when it is dropped, also without success.
+struct Taking<'a>(&'a Fence);
+
+impl Drop for Taking<'_> {
+    fn drop(&mut self) {
+        self.0.progress().is_taking = false;
+    }
 }
 
 impl Fence {
-    pub(crate) fn new(election: Arc<Election>, member: String, hub: &str, client: Client) -> Self {
+    /// `end` is cancelled when the connection has ended.
+    pub(crate) fn new(
+        election: Arc<Election>,
+        member: String,
+        hub: &str,
+        client: Client,
+        end: CancellationToken,
+    ) -> Self {
         Self {
             election,
             member,
             leases: Api::namespaced(client, NAMESPACE),
             name: lease_name(hub),
             hub: hub.to_owned(),
-            state: Mutex::default(),
-            taking: Mutex::default(),
+            progress: std::sync::Mutex::default(),
+            held: Mutex::default(),
+            end,
         }
     }
 
-    /// Whether the leader has to take the Lease before it may write. False for other replicas.
-    pub(crate) fn must_be_taken(&self) -> bool {
+    fn progress(&self) -> MutexGuard<'_, Progress> {
+        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether this replica is the leader and has not taken the Lease yet. Then it may not write into the member.
+    pub(crate) fn is_awaited(&self) -> bool {
+        let term = self.election.held_term();
+        term.is_ok_and(|term| self.progress().ready != Some(term.number))
+    }
+
+    /// Why the Lease that [`Self::is_awaited`] could not be taken yet.
+    pub(crate) fn problem(&self) -> Option<String> {
+        let problem = self.progress().problem.clone().filter(|_| self.is_awaited())?;
+        Some(format!(
+            "the Lease {NAMESPACE}/{} there cannot be written: {problem}",
+            self.name
+        ))
+    }
+
+    /// Whether the caller has to call [`Self::take`]: the leader has not taken the Lease, and no other task is doing that.
+    pub(crate) fn start_taking(&self) -> bool {
         let Ok(term) = self.election.held_term() else {
             return false;
         };
-        // While the state is locked, this replica takes the Lease.
-        self.state.try_lock().map_or(true, |state| {
-            state.ready != Some(term.number) || state.refused_until.is_some_and(|until| Instant::now() > until)
-        })
+        let mut progress = self.progress();
+        let is_due = progress.refused_until.is_some_and(|until| Instant::now() > until);
+        let must_start = !progress.is_taking && (progress.ready != Some(term.number) || is_due);
+        progress.is_taking |= must_start;
+        must_start
     }
 
-    /// Takes the Lease, and waits until the member may be written. Tries until it succeeds or the term ends. Returns at once if another
-    /// call is doing this.
+    /// Takes the Lease, and waits until the member may be written. Tries until it succeeds, or the term or the connection ends.
     pub(crate) async fn take(&self) {
-        let Ok(_taking) = self.taking.try_lock() else { return };
-        while let Ok(term) = self.election.held_term() {
-            match self.try_take(&term).await {
-                Ok(()) => return,
-                Err(why) => {
-                    tracing::debug!(member = self.member, why, "the Lease in the member is not taken yet");
-                    sleep(RETRY_INTERVAL).await;
+        let _taking = Taking(self);
+        let take = async {
+            while let Ok(term) = self.election.held_term() {
+                let Err(why) = self.try_take(&term).await else { return };
+                let last = self.progress().problem.replace(why.clone());
+                if last.as_ref() != Some(&why) {
+                    tracing::warn!(
+                        member = self.member,
+                        why,
+                        "the Lease in the member cannot be written; will retry"
+                    );
                 }
+                sleep(RETRY_INTERVAL).await;
             }
+        };
+        tokio::select! {
+            () = take => {}
+            () = self.end.cancelled() => {}
         }
     }
 
     async fn try_take(&self, term: &Term) -> Result<(), String> {
-        let identity = &self.election.identity;
+        let identity = &self.election.process;
         let current = match within(REQUEST_TIMEOUT, self.leases.get_opt(&self.name)).await {
             Ok(current) => current,
-            Err(error) => return self.write_without(term, &error).await,
+            Err(error) => return self.write_without(term, &error),
         };
         let previous = current.as_ref().and_then(holder).cloned();
         let now = Instant::now();
@@ -130,7 +195,7 @@ impl Fence {
                 }
                 let lease = match write(&self.leases, &lease, REQUEST_TIMEOUT).await {
                     Ok(lease) => lease,
-                    Err(error) => return self.write_without(term, &error).await,
+                    Err(error) => return self.write_without(term, &error),
                 };
                 // The last holder writes only if it has renewed the Lease, or holds the hub's, which is impossible now.
                 let may_write =
@@ -139,38 +204,41 @@ impl Fence {
             }
         };
         sleep_until(valid_from).await;
-        *self.state.lock().await = State {
-            ready: Some(term.number),
+        *self.held.lock().await = Held {
             lease: Some(lease),
-            ..State::default()
+            ..Held::default()
         };
+        self.set_ready(term, None);
         Ok(())
     }
 
+    fn set_ready(&self, term: &Term, refused_until: Option<Instant>) {
+        let mut progress = self.progress();
+        progress.ready = Some(term.number);
+        progress.refused_until = refused_until;
+        progress.problem = None;
+    }
+
     /// Permits writes without the Lease, if the member does not permit the Lease.
-    async fn write_without(&self, term: &Term, error: &Error) -> Result<(), String> {
-        match error {
-            Error::Api(status) if status.code == 403 || status.code == 404 => {
-                let may_be_starting = status.code == 403 && !term.is_clean && term.began.elapsed() < DENIED_AFTER;
-                if may_be_starting {
-                    return Err(api_error::describe(error));
-                }
-                tracing::warn!(
-                    member = self.member,
-                    code = status.code,
-                    "the member does not permit the Lease {NAMESPACE}/{}, so nothing is written there while the hub does not answer; apply \
-                     deploy/member-account.yaml in it",
-                    self.name,
-                );
-                *self.state.lock().await = State {
-                    ready: Some(term.number),
-                    refused_until: Some(Instant::now() + REFUSED_FOR),
-                    ..State::default()
-                };
-                Ok(())
-            }
-            _ => Err(api_error::describe(error)),
+    fn write_without(&self, term: &Term, error: &Error) -> Result<(), String> {
+        let code = match error {
+            Error::Api(status) => status.code,
+            _ => return Err(api_error::describe(error)),
+        };
+        let may_be_starting = code == 403 && !term.is_clean && term.began.elapsed() < DENIED_AFTER;
+        // 401: the kubeconfig has to be renewed. 409: another connection of this process was faster. 408, 429: later.
+        if may_be_starting || !(400..500).contains(&code) || matches!(code, 401 | 408 | 409 | 429) {
+            return Err(api_error::describe(error));
         }
+        tracing::warn!(
+            member = self.member,
+            code,
+            "the member does not permit the Lease {NAMESPACE}/{}, so nothing is written there while the hub does not answer; apply \
+             deploy/member-account.yaml in it",
+            self.name,
+        );
+        self.set_ready(term, Some(Instant::now() + REFUSED_FOR));
+        Ok(())
     }
 
     /// Returns the permission to write into the member. Renews the Lease if this replica cannot renew the one in the hub.
@@ -178,39 +246,24 @@ impl Fence {
     /// # Errors
     /// This replica may not write into the member now.
     pub(super) async fn permission(&self) -> Result<Permission, NotPermitted> {
-        let mut state = self.state.lock().await;
         match self.election.held_term() {
-            Ok(term) if state.ready == Some(term.number) => Ok(term.permission()),
+            Ok(term) if self.progress().ready == Some(term.number) => Ok(term.permission()),
             Ok(_) => Err(NotPermitted::NotTaken),
-            Err(NotPermitted::Lapsed) => self.renew(&mut state).await,
+            Err(NotPermitted::Lapsed) => self.renew().await,
             Err(why) => Err(why),
         }
     }
 
     /// Renews the Lease, unless it was renewed a short time ago.
-    async fn renew(&self, state: &mut State) -> Result<Permission, NotPermitted> {
-        let identity = &self.election.identity;
-        let member_error = |error: &Error| NotPermitted::Member(api_error::describe(error));
-        if state.renewed.is_none_or(|sent| sent.elapsed() > VALIDITY / 2) {
-            let current = match state.lease.take() {
-                Some(lease) => lease,
-                None => {
-                    let current = within(REQUEST_TIMEOUT, self.leases.get_opt(&self.name)).await;
-                    let current = current.map_err(|error| member_error(&error))?;
-                    let current = current.filter(|lease| holder(lease) == Some(identity));
-                    current.ok_or(NotPermitted::Taken)?
-                }
-            };
-            let sent = Instant::now();
-            let lease = with_holder(Some(&current), &self.name, identity);
-            match write(&self.leases, &lease, REQUEST_TIMEOUT).await {
-                Ok(lease) => (state.lease, state.renewed) = (Some(lease), Some(sent)),
-                // Another replica has taken it, or another connection of this process has renewed it. The next attempt reads it.
-                Err(Error::Api(status)) if matches!(status.code, 404 | 409) => return Err(NotPermitted::Taken),
-                Err(error) => return Err(member_error(&error)),
-            }
+    async fn renew(&self) -> Result<Permission, NotPermitted> {
+        let mut held = self.held.lock().await;
+        if held.taken_until.is_some_and(|until| Instant::now() < until) {
+            return Err(NotPermitted::Taken);
         }
-        let until = state
+        if held.renewed.is_none_or(|sent| sent.elapsed() > VALIDITY / 2) {
+            self.renew_now(&mut held).await?;
+        }
+        let until = held
             .renewed
             .map(|sent| sent + VALIDITY)
             .filter(|until| *until > Instant::now());
@@ -218,6 +271,44 @@ impl Fence {
             return Err(NotPermitted::Lapsed);
         };
         Ok(Permission { term, until })
+    }
+
+    async fn renew_now(&self, held: &mut Held) -> Result<(), NotPermitted> {
+        let identity = &self.election.process;
+        let member_error = |error: &Error| NotPermitted::Member(api_error::describe(error));
+        // A second attempt if another connection of this process has renewed the Lease meanwhile.
+        for _ in 0..2 {
+            let current = match held.lease.take() {
+                Some(lease) => lease,
+                None => {
+                    let current = within(REQUEST_TIMEOUT, self.leases.get_opt(&self.name)).await;
+                    match current.map_err(|error| member_error(&error))? {
+                        Some(lease) if holder(&lease) == Some(identity) => {
+                            // The replica that held it before may still have a request in flight.
+                            if time_since_taken(&lease) < WAIT {
+                                return Err(NotPermitted::NotTaken);
+                            }
+                            lease
+                        }
+                        _ => {
+                            held.taken_until = Some(Instant::now() + TAKEN_FOR);
+                            return Err(NotPermitted::Taken);
+                        }
+                    }
+                }
+            };
+            let sent = Instant::now();
+            let lease = with_holder(Some(&current), &self.name, identity);
+            match write(&self.leases, &lease, REQUEST_TIMEOUT).await {
+                Ok(lease) => {
+                    (held.lease, held.renewed) = (Some(lease), Some(sent));
+                    return Ok(());
+                }
+                Err(Error::Api(status)) if matches!(status.code, 404 | 409) => {}
+                Err(error) => return Err(member_error(&error)),
+            }
+        }
+        Err(NotPermitted::Taken)
     }
 }
 

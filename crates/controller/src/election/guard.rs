@@ -65,7 +65,11 @@ impl Permit {
 pub(crate) fn guard(client: Client, permit: Permit) -> Client {
     let namespace = client.default_namespace().to_owned();
     let program = concat!(env!("CARGO_PKG_NAME"), "/", env!("CARGO_PKG_VERSION"));
-    let agent = HeaderValue::from_str(&format!("{program} ({})", permit.election().identity));
+    let replica = match &permit {
+        Permit::Hub(election) => &election.identity,
+        Permit::Member(election, _) => &election.process,
+    };
+    let agent = HeaderValue::from_str(&format!("{program} ({replica})"));
     let agent = agent.unwrap_or_else(|_| HeaderValue::from_static(program));
     let service = tower::service_fn(move |mut request: Request<Body>| {
         let (client, permit) = (client.clone(), permit.clone());
@@ -87,7 +91,10 @@ async fn send(client: Client, permit: &Permit, request: Request<Body>) -> Result
     loop {
         tokio::select! {
             biased;
-            () = end_of(permission) => return Err(NotPermitted::Lapsed.into()),
+            () = end_of(permission) => {
+                permit.election().record_given_up();
+                return Err(NotPermitted::Lapsed.into());
+            }
             response = &mut response => return Ok(response?),
             extended = permit.extend(permission), if can_extend => match extended {
                 Ok(extended) => permission = extended,

@@ -7,7 +7,7 @@ use k8s_openapi::{api::coordination::v1::Lease, apimachinery::pkg::apis::meta::v
 use kube::{Api, Error, ResourceExt, api::PostParams};
 
 /// Another replica takes a Lease that has not changed for this long.
-const DURATION: Duration = Duration::from_secs(3);
+const DURATION: Duration = Duration::from_secs(4);
 /// A longer `leaseDurationSeconds`, written by another version, is respected up to this value.
 const MAX_DURATION: Duration = Duration::from_secs(60);
 

@@ -134,7 +134,7 @@ fn reason(result: kube::Result<Lease>) -> Option<NotPermitted> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn standby_leads_three_seconds_after_the_leader_is_silent() {
+async fn standby_leads_when_the_leader_exits_but_not_when_the_hub_is_away() {
     let hub = Arc::new(Server::default());
     let first = start(&hub, "a");
     seconds(0.1).await;
@@ -196,14 +196,11 @@ async fn lease_that_was_deleted_or_emptied_by_hand_is_not_taken_at_once() {
             [&first, &second].map(|election| election.leadership()),
             [Leadership::Standby; 2]
         );
-        seconds(3.0).await;
+        seconds(4.0).await;
         let leaders = [&first, &second].map(|election| election.leadership() == Leadership::Leader);
         assert!(leaders[0] != leaders[1], "{leaders:?}");
         let leader = if leaders[0] { &first } else { &second };
-        assert!(
-            leader.has_ended_earlier_writes() == delete,
-            "only a new Lease has no earlier writes"
-        );
+        assert!(!leader.has_ended_earlier_writes());
     }
 }
 
@@ -223,7 +220,7 @@ async fn request_in_flight_ends_with_the_permission() {
     seconds(30.0).await;
     assert!(!request.is_finished(), "the Lease is renewed");
     hub.is_down.store(true, Ordering::Relaxed);
-    seconds(2.5).await;
+    seconds(3.5).await;
     assert!(request.is_finished());
     assert_eq!(reason(request.await.expect("no panic")), Some(NotPermitted::Lapsed));
     assert_eq!(
@@ -236,7 +233,15 @@ async fn request_in_flight_ends_with_the_permission() {
 #[tokio::test(start_paused = true)]
 async fn members_lease_decides_while_the_hub_is_away() {
     let (hub, member) = (Arc::new(Server::default()), Arc::new(Server::default()));
-    let fence = |election: &Arc<Election>| Fence::new(Arc::clone(election), "m".to_owned(), "hub", member.client());
+    let fence = |election: &Arc<Election>| {
+        Fence::new(
+            Arc::clone(election),
+            "m".to_owned(),
+            "hub",
+            member.client(),
+            CancellationToken::new(),
+        )
+    };
     let is_permitted = async |fence: &Fence| fence.permission().await.is_ok();
 
     let is_cut_off = Arc::new(AtomicBool::new(false));
@@ -244,23 +249,23 @@ async fn members_lease_decides_while_the_hub_is_away() {
     seconds(0.1).await;
     let first_fence = fence(&first);
     assert_eq!(first_fence.permission().await.err(), Some(NotPermitted::NotTaken));
-    assert!(first_fence.must_be_taken());
+    assert!(first_fence.is_awaited());
     first_fence.take().await;
-    assert!(!first_fence.must_be_taken() && is_permitted(&first_fence).await);
+    assert!(!first_fence.is_awaited() && is_permitted(&first_fence).await);
 
     // Nobody else reaches the hub: the first replica writes as long as it renews the Lease in the member.
     hub.is_down.store(true, Ordering::Relaxed);
     seconds(60.0).await;
     assert!(first.leadership() == Leadership::Lapsed && is_permitted(&first_fence).await);
     hub.is_down.store(false, Ordering::Relaxed);
-    seconds(5.0).await;
+    seconds(6.0).await;
     assert!(first.leadership() == Leadership::Leader && is_permitted(&first_fence).await);
 
     // Only the first replica is cut off: it goes on until the second one takes the Lease, which then waits for its last request.
     let second = start(&hub, "b");
     seconds(1.0).await;
     is_cut_off.store(true, Ordering::Relaxed);
-    seconds(5.0).await;
+    seconds(6.0).await;
     assert_eq!(
         (first.leadership(), second.leadership()),
         (Leadership::Lapsed, Leadership::Leader)

@@ -58,7 +58,7 @@ impl Reconciler {
                 && self
                     .members
                     .get(&entry.identity)
-                    .is_some_and(|m| m.writer.problem(id).is_none());
+                    .is_some_and(|m| m.write_problem(id).is_none());
             self.is_clean(pass, &entry.identity, id)
                 || (may_be_left_behind && !is_writable && !is_writing(&entry.identity))
         });

@@ -213,7 +213,7 @@ impl Reconciler {
         }
         let observation = pass.seen.members.get(identity);
         let not_fresh = observation.and_then(Observation::not_fresh_reason);
-        let write_problem = self.members.get(identity).and_then(|member| member.writer.problem(id));
+        let write_problem = self.members.get(identity).and_then(|member| member.write_problem(id));
         let seen_uid = observation
             .and_then(Observation::last)
             .and_then(|seen| seen.uid.as_deref());

@@ -189,7 +189,7 @@ impl Reconciler {
                 let has_failed = self
                     .members
                     .get(identity)
-                    .is_some_and(|member| member.writer.problem(id).is_some() || member.session.is_unresponsive());
+                    .is_some_and(|member| member.write_problem(id).is_some() || member.session.is_unresponsive());
                 !has_failed && counts.keys().any(|(mesh, _)| mesh == id)
             });
         if !is_settling && !has_outstanding {
@@ -303,7 +303,7 @@ impl Reconciler {
     fn collect_unwritten(&self, pass: &Pass, id: &MeshId, plan: &MeshPlan) -> BTreeMap<String, String> {
         let mut unwritten = BTreeMap::new();
         for (entry, identity) in &plan.identities {
-            let write_problem = self.members.get(identity).and_then(|member| member.writer.problem(id));
+            let write_problem = self.members.get(identity).and_then(|member| member.write_problem(id));
             let not_fresh = pass
                 .seen
                 .members

@@ -111,6 +111,7 @@ fn session(server: &Arc<Server>) -> (Session, tokio::task::AbortHandle) {
     let writer = Writer {
         client: client.clone(),
         fence: None,
+        _end: Arc::new(CancellationToken::new().drop_guard()),
     };
     let task = tokio::spawn(async move { serve::serve(&served, &client, writer, interest_receiver).await });
     let session = Session {
