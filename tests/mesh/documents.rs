@@ -13,7 +13,7 @@ use clustermesh_lab::{Lab, LabPlan, Output, ProductImages, wait_until, workspace
 use crate::setup::{HUB, MEMBER, PATIENCE, merged_kubeconfig};
 
 /// Command blocks that do not run here: the page, words of the block, and the reason.
-const NOT_RUN: [(&str, &str, &str); 7] = [
+const NOT_RUN: [(&str, &str, &str); 8] = [
     (
         "README.md",
         "cargo xtask demo",
@@ -34,6 +34,11 @@ const NOT_RUN: [(&str, &str, &str); 7] = [
         "clustermeshctl.md",
         "clustermeshctl verify",
         "needs a sandbox: mesh::sandbox runs it",
+    ),
+    (
+        "migration.md",
+        "clusterctl move",
+        "needs two hubs: reconcile::moved runs the commands",
     ),
     ("install.md", "modules-load.d", "the lab's nodes have no systemd"),
     ("install.md", "systemctl enable", "the lab's nodes have no systemd"),
@@ -255,6 +260,11 @@ async fn commands_of_the_documents_work_on_two_clusters() {
     operator.run("clustermeshctl.md", "plan -f mesh.yaml", &[]).await;
     operator.run("clustermeshctl.md", "plan --context mgmt", &[]).await;
     operator.run("clustermeshctl.md", "explain node", &[]).await;
+    let lease = operator.run("install.md", "get lease", &[]).await;
+    assert!(
+        lease.contains("clustermesh-controller-"),
+        "the Lease has a holder: {lease}"
+    );
     operator.run("install.md", "editor deploy/admission.yaml", &[]).await;
     let agent_pod = "kubectl -n clustermesh-agent get pods -o jsonpath='{.items[0].metadata.name}'";
     let agent_pod = operator.shell(agent_pod).await.stdout;

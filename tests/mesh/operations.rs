@@ -246,21 +246,21 @@ async fn scale_backends_and_wait(mesh: &mut Mesh<'_>, replicas: usize) {
     }
 }
 
-/// The controller's pod.
-async fn controller_pod(hub: &Cluster<'_>) -> serde_json::Value {
+/// The controller's pods by name, with the number of their restarts.
+async fn controller_pods(hub: &Cluster<'_>) -> BTreeMap<String, serde_json::Value> {
     let pods = json(hub, &["-n", NAMESPACE, "get", "pods"]).await;
-    let live = |pod: &&serde_json::Value| pod["metadata"]["deletionTimestamp"].is_null();
-    let live: Vec<_> = pods["items"].as_array().unwrap().iter().filter(live).cloned().collect();
-    assert_eq!(live.len(), 1, "{pods:#}");
-    live[0].clone()
+    let pods = pods["items"].as_array().unwrap().iter();
+    let live = pods.filter(|pod| pod["metadata"]["deletionTimestamp"].is_null());
+    live.map(|pod| {
+        let name = pod["metadata"]["name"].as_str().unwrap().to_owned();
+        (name, pod["status"]["containerStatuses"][0]["restartCount"].clone())
+    })
+    .collect()
 }
 
 async fn replaced_controller_rewrites_nothing_and_works(mesh: &mut Mesh<'_>) {
     let written = written_versions(mesh).await;
-    let old = controller_pod(&mesh.hub).await["metadata"]["name"]
-        .as_str()
-        .unwrap()
-        .to_owned();
+    let old = mesh.product.controller_pod().await.unwrap().name;
     mesh.hub
         .kubectl(["-n", NAMESPACE, "delete", "pod", &old])
         .await
@@ -278,7 +278,7 @@ async fn replaced_controller_rewrites_nothing_and_works(mesh: &mut Mesh<'_>) {
 
 async fn deleted_mesh_removes_all_objects_and_routes(mesh: &Mesh<'_>) {
     let start = Instant::now();
-    let delete = ["-n", NAMESPACE, "delete", "clustermesh", MESH, "--timeout=60s"];
+    let delete = ["-n", NAMESPACE, "delete", "clustermesh", MESH, "--timeout=150s"];
     mesh.hub.kubectl(delete).await.unwrap();
     println!("the finalizer was removed after {:.2} s", start.elapsed().as_secs_f64());
     let nothing: BTreeMap<String, String> = BTreeMap::new();

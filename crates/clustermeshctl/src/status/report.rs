@@ -158,11 +158,11 @@ fn leader_problem(leader: &Leader) -> Option<Row> {
         (_, true) => return None,
         (Some(holder), false) => {
             format!(
-                "{holder} does not renew the controller's Lease: nothing is written, and the states below may be old"
+                "{holder} does not renew the controller's Lease: no status is written, and the states below may be old"
             )
         }
         (None, false) => {
-            "no replica holds the controller's Lease: nothing is written, and the states below may be old".to_owned()
+            "no replica holds the controller's Lease: no status is written, and the states below may be old".to_owned()
         }
     };
     Some(Row {

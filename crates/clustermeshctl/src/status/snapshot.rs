@@ -100,7 +100,13 @@ impl<'a> HubReader<'a> {
         let first = read().await?;
         let renewed = first.renew_time.as_ref().map(|time| time.0);
         let is_new = renewed.is_some_and(|time| time.duration_until(Timestamp::now()).unsigned_abs() < OLD_RENEWAL);
-        let holder = first.holder_identity.clone().filter(|holder| !holder.is_empty());
+        // `holderIdentity` is the name of the pod and an id of its process.
+        let replica = |holder: Option<String>| {
+            let holder = holder?;
+            let replica = holder.rsplit_once('_').map_or(&*holder, |(replica, _)| replica);
+            Some(replica.to_owned()).filter(|replica| !replica.is_empty())
+        };
+        let holder = replica(first.holder_identity.clone());
         if is_new || holder.is_none() {
             let is_alive = holder.is_some();
             return Some(Leader {
@@ -113,7 +119,7 @@ impl<'a> HubReader<'a> {
         let second = read().await?;
         Some(Leader {
             is_alive: second.renew_time != first.renew_time,
-            holder: second.holder_identity.filter(|holder| !holder.is_empty()),
+            holder: replica(second.holder_identity),
             renewed: second.renew_time.map(|time| time.0),
         })
     }
