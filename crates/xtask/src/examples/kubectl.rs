@@ -17,6 +17,8 @@ const BUILT_IN: &[&str] = &[
     "daemonset",
     "deployment",
     "endpointslices",
+    "lease",
+    "leases",
     "node",
     "nodes",
     "pods",
@@ -48,7 +50,10 @@ const KEYS: &[&str] = &[
     names::KILO_CLUSTERMESH_ENDPOINT,
     names::LABEL_HUB,
     names::LABEL_MESH,
+    names::PAUSED,
     names::QUARANTINE,
+    // Read by clusterctl.
+    "clusterctl.cluster.x-k8s.io/move",
     "kilo-clustermesh.io/wg-agent",
 ];
 
