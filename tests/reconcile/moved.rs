@@ -6,34 +6,13 @@ use clustermesh_api::{
     mesh::ClusterMesh,
     names::{self, ADOPT_HUB},
 };
-use clustermesh_lab::{ArtefactSet, NAMESPACE, Tools, wait_until};
+use clustermesh_lab::{MOVE_LABEL, NAMESPACE, clusterctl_move, wait_until};
 use clustermesh_tests::test_env::{LATER, SOON, TestEnv, process_id};
 use kube::Api;
 use serde_json::json;
 
 const MEMBERS: [&str; 2] = ["tenant-a", "tenant-b"];
 const NEW_HUB: &str = "mgmt-new";
-/// `clusterctl move` moves an object with this label.
-const MOVE: &str = "clusterctl.cluster.x-k8s.io/move";
-
-/// The CRD of Cluster API's Cluster, without its schema. clusterctl requires it, with the label of a contract, in both hubs.
-fn cluster_api_crd() -> String {
-    let version = json!({
-        "name": "v1beta2", "served": true, "storage": true,
-        "schema": {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": true}},
-    });
-    let labels = json!({"cluster.x-k8s.io/v1beta2": "v1beta2", "clusterctl.cluster.x-k8s.io": ""});
-    json!({
-        "apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition",
-        "metadata": {"name": "clusters.cluster.x-k8s.io", "labels": labels},
-        "spec": {
-            "group": "cluster.x-k8s.io", "scope": "Namespaced", "versions": [version],
-            "names": {"kind": "Cluster", "plural": "clusters", "singular": "cluster"},
-        },
-    })
-    .to_string()
-}
-
 /// The UID of each Peer and PeerPolicy in the members, and its content without metadata.
 async fn objects(env: &TestEnv) -> BTreeMap<String, String> {
     let mut all = BTreeMap::new();
@@ -65,7 +44,6 @@ async fn hubs(env: &TestEnv) -> Vec<String> {
 
 #[tokio::test]
 async fn clusterctl_moves_a_mesh_and_its_secrets() {
-    let tools = Tools::ensure(&[ArtefactSet::Clusterctl], &|line| println!("{line}")).unwrap();
     let env = TestEnv::start(&["mgmt", "tenant-a", "tenant-b", NEW_HUB]).await;
     for (m, name) in (2..).zip(MEMBERS) {
         env.create_node(name, m, 1).await;
@@ -75,7 +53,7 @@ async fn clusterctl_moves_a_mesh_and_its_secrets() {
     let mut mesh = env.mesh();
     let entries = mesh["spec"]["clusters"].as_array_mut().unwrap();
     entries.retain(|entry| MEMBERS.iter().any(|name| entry["name"] == *name));
-    mesh["metadata"]["labels"] = json!({MOVE: ""});
+    mesh["metadata"]["labels"] = json!({MOVE_LABEL: ""});
     env.apply_mesh(&mesh).await;
     env.until_condition("Ready", "True/Meshed", SOON).await;
     let before = objects(&env).await;
@@ -84,7 +62,7 @@ async fn clusterctl_moves_a_mesh_and_its_secrets() {
 
     // As docs/operations/migration.md describes.
     for secret in ["tenant-a-kubeconfig", "tenant-b-kubeconfig"] {
-        let label = format!("{MOVE}=");
+        let label = format!("{MOVE_LABEL}=");
         env.hub()
             .kubectl(["-n", NAMESPACE, "label", "secret", secret, &label])
             .await
@@ -104,33 +82,9 @@ async fn clusterctl_moves_a_mesh_and_its_secrets() {
     env.until_condition("Paused", "True/Paused", SOON).await;
 
     let new_controller = env.start_other_hub(NEW_HUB).await;
-    for hub in ["mgmt", NEW_HUB] {
-        env.lab.cluster(hub).apply(&cluster_api_crd()).await.unwrap();
-        let words = [
-            "wait",
-            "--for=condition=Established",
-            "--timeout=60s",
-            "crd/clusters.cluster.x-k8s.io",
-        ];
-        env.lab.cluster(hub).kubectl(words).await.unwrap();
-    }
-    let [from, to] = ["mgmt", NEW_HUB].map(|hub| {
-        let file = env.lab.directory().join(format!("{hub}-admin.kubeconfig"));
-        std::fs::write(&file, env.lab.cluster(hub).kubeconfig().unwrap()).unwrap();
-        file
-    });
-    let clusterctl = tokio::process::Command::new(tools.path("clusterctl").unwrap())
-        .args(["move", "--namespace", NAMESPACE, "--kubeconfig"])
-        .arg(&from)
-        .arg("--to-kubeconfig")
-        .arg(&to)
-        .env("CLUSTERCTL_DISABLE_VERSIONCHECK", "true")
-        .env("XDG_CONFIG_HOME", env.lab.directory())
-        .output()
-        .await
-        .unwrap();
-    let printed = String::from_utf8_lossy(&clusterctl.stderr).into_owned();
-    assert!(clusterctl.status.success(), "{printed}");
+    let [from, to] = ["mgmt", NEW_HUB].map(|hub| env.lab.cluster(hub));
+    let moved = clusterctl_move(&from, &to, &|line| println!("{line}")).await.unwrap();
+    let printed = moved.stderr;
     assert!(env.get_mesh().await.is_none(), "{printed}");
 
     let meshes: Api<ClusterMesh> = Api::namespaced(env.client(NEW_HUB).await, NAMESPACE);

@@ -48,7 +48,7 @@ impl AuditedWrite {
 /// A cluster of a lab.
 #[derive(Debug)]
 pub struct Cluster<'a> {
-    pub(super) lab: &'a Lab,
+    pub(crate) lab: &'a Lab,
     plan: ClusterPlan,
 }
 

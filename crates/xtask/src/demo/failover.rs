@@ -1,18 +1,22 @@
-//! `cargo xtask demo --scenario failover`: the controller's leader fails, and the hub's API server is away, while packets flow.
+//! `cargo xtask demo --scenario failover`: the controller's leader fails, the hub's API server is away, and the mesh moves to another hub,
+//! while packets flow.
 
 use std::time::{Duration, Instant};
 
-use clustermesh_lab::{Cluster, LabPlan, NAMESPACE, Product, RunningPod, TrafficClient, Tunnel, wait_until};
+use clustermesh_lab::{
+    Cluster, LabPlan, MOVE_LABEL, NAMESPACE, Product, RunningPod, TrafficClient, Tunnel, clusterctl_move, wait_until,
+};
 
 use super::{Demo, HUB, MEMBER};
 
 const OTHER: &str = "tenant-b";
+const NEW_HUB: &str = "mgmt-new";
 const ECHO_PORT: u16 = 7_007;
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The hub, where the replicas of the controller are on different nodes, and two tenants.
+/// The hub, where the replicas of the controller are on different nodes, two tenants, and a hub to which the mesh moves.
 pub(super) fn plan() -> LabPlan {
-    LabPlan::clusters(&[(HUB, 2), (MEMBER, 1), (OTHER, 1)])
+    LabPlan::clusters(&[(HUB, 2), (MEMBER, 1), (OTHER, 1), (NEW_HUB, 1)])
 }
 
 impl Demo<'_> {
@@ -23,7 +27,10 @@ impl Demo<'_> {
         let names = [HUB, MEMBER, OTHER];
         let product = Product::install(self.lab, &names, Tunnel::Shipped, &|line| println!("  {line}")).await?;
         let (from, to) = (member.run_web().await?, other.run_web().await?);
-        product.mesh_up(&product.mesh(&[])).await?;
+        let mesh = tenants_only(&product.mesh(&[]));
+        println!("{mesh}");
+        hub.apply(&mesh).await?;
+        until_ready(&hub).await?;
 
         self.title("two replicas of the controller, one of them the leader");
         let label = "-l=app.kubernetes.io/name=clustermesh-controller";
@@ -62,8 +69,11 @@ impl Demo<'_> {
         let args = ["-n", NAMESPACE, "get", "lease"];
         println!("  the Lease in the tenant:\n{}", other.kubectl(args).await?.stdout);
         hub.start_api().await?;
-        product.wait_until_ready().await?;
-        self.check("the mesh after the hub is back", Ok("Ready".to_owned()));
+        let outcome = until_ready(&hub).await.map(|()| "Ready".to_owned());
+        self.check(
+            "the mesh after the hub is back",
+            outcome.map_err(|error| error.to_string()),
+        );
 
         self.title("the leader is deleted, as in an update");
         let leader = product.controller_pod().await?;
@@ -74,6 +84,25 @@ impl Demo<'_> {
         let outcome = outcome.map(|pod| format!("{} after {:.1} s", pod.name, deleted.elapsed().as_secs_f64()));
         self.check("the leader now", outcome);
 
+        self.title("clusterctl moves the mesh to another hub; the old controller keeps running");
+        let new_hub = self.lab.cluster(NEW_HUB);
+        Product::install(self.lab, &[NEW_HUB], Tunnel::Shipped, &|line| println!("  {line}")).await?;
+        let before = peers(&[&member, &other]).await?;
+        move_mesh(&hub, &new_hub, &before).await?;
+        let outcome = until_ready(&new_hub).await.map(|()| "Ready".to_owned());
+        self.check("the mesh in the new hub", outcome.map_err(|error| error.to_string()));
+        let after = peers(&[&member, &other]).await?;
+        let same = |(old, new): (&[String; 3], &[String; 3])| old[..2] == new[..2] && old[2] != new[2];
+        let outcome = if before.len() == after.len() && before.iter().zip(&after).all(same) {
+            Ok(format!(
+                "{} Peers have their UIDs, and the label of the new hub",
+                after.len()
+            ))
+        } else {
+            Err(format!("{before:?} became {after:?}"))
+        };
+        self.check("the Peers in the tenants", outcome);
+
         self.title("the flow from tenant-a to tenant-b, a datagram every 10 ms since the beginning");
         let times = watch.echo_times();
         let gap = times.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap_or_default();
@@ -82,7 +111,7 @@ impl Demo<'_> {
         println!(
             "
   shown: a second replica takes over when the leader fails or exits; while the hub is away, the leader goes on in the members;
-  packets notice nothing. `cargo xtask test reconcile failover` also stops the leader and lets it continue, cuts it off from the
+  a paused mesh moves to another hub and keeps its Peers; packets notice nothing. `cargo xtask test reconcile failover` also stops the leader and lets it continue, cuts it off from the
   hub, and checks in the audit logs that never two replicas write."
         );
         Ok(())
@@ -139,4 +168,69 @@ async fn new_leader(product: &Product<'_>, old: &RunningPod) -> Result<RunningPo
         }
     });
     leader.await.map_err(|error| error.to_string())
+}
+
+/// The mesh without the hub's own entry, which would mean another cluster after the move.
+fn tenants_only(mesh: &str) -> String {
+    let mut entries = mesh.split("  - name: ");
+    let head = entries.next().unwrap_or_default();
+    let tenants = entries.filter(|entry| !entry.contains("local: true"));
+    let tenants: String = tenants.map(|entry| format!("  - name: {entry}")).collect();
+    format!("{head}{tenants}")
+}
+
+async fn until_ready(hub: &Cluster<'_>) -> anyhow::Result<()> {
+    let words = [
+        "-n",
+        NAMESPACE,
+        "wait",
+        "--for=condition=Ready",
+        "clustermesh/demo",
+        "--timeout=120s",
+    ];
+    hub.kubectl(words).await?;
+    Ok(())
+}
+
+/// Name, UID and hub of each Peer of these clusters.
+async fn peers(clusters: &[&Cluster<'_>]) -> anyhow::Result<Vec<[String; 3]>> {
+    let mut all = Vec::new();
+    for cluster in clusters {
+        let columns = "-o=jsonpath={range .items[*]}{.metadata.name} {.metadata.uid} \
+                       {.metadata.labels.kilo-clustermesh\\.io/hub}{\"\\n\"}{end}";
+        let listed = cluster.kubectl(["get", "peers", columns]).await?.stdout;
+        for line in listed.lines() {
+            let words: Vec<String> = line.split(' ').map(str::to_owned).collect();
+            all.extend(<[String; 3]>::try_from(words));
+        }
+    }
+    Ok(all)
+}
+
+/// Does what docs/operations/migration.md describes.
+async fn move_mesh(from: &Cluster<'_>, to: &Cluster<'_>, peers: &[[String; 3]]) -> anyhow::Result<()> {
+    let [_, _, old_hub] = peers.first().ok_or_else(|| anyhow::anyhow!("no Peer"))?;
+    let adopt = format!("kilo-clustermesh.io/adopt-hub={old_hub}");
+    let paused = "cluster.x-k8s.io/paused";
+    let pause = format!("{paused}=true");
+    from.kubectl(["-n", NAMESPACE, "annotate", "clustermesh", "demo", &adopt, &pause])
+        .await?;
+    let label = format!("{MOVE_LABEL}=");
+    let secrets = [MEMBER, OTHER].map(|name| format!("secret/{name}-kubeconfig"));
+    let words = [
+        "-n",
+        NAMESPACE,
+        "label",
+        "clustermesh/demo",
+        &secrets[0],
+        &secrets[1],
+        &label,
+    ];
+    from.kubectl(words).await?;
+    let moved = clusterctl_move(from, to, &|line| println!("  {line}")).await?;
+    moved.stderr.lines().for_each(|line| println!("  {line}"));
+    let resume = format!("{paused}-");
+    to.kubectl(["-n", NAMESPACE, "annotate", "clustermesh", "demo", &resume])
+        .await?;
+    Ok(())
 }
