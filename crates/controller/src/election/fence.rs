@@ -128,7 +128,11 @@ impl Fence {
 
     /// Why the Lease that [`Self::is_awaited`] could not be taken yet.
     pub(crate) fn problem(&self) -> Option<String> {
-        let problem = self.progress().problem.clone().filter(|_| self.is_awaited())?;
+        // `is_awaited` takes the same lock.
+        let problem = self.progress().problem.clone()?;
+        if !self.is_awaited() {
+            return None;
+        }
         Some(format!(
             "the Lease {NAMESPACE}/{} there cannot be written: {problem}",
             self.name

@@ -286,3 +286,32 @@ async fn members_lease_decides_while_the_hub_is_away() {
     third_fence.take().await;
     assert!(is_permitted(&third_fence).await && began.elapsed() < Duration::from_millis(10));
 }
+
+#[tokio::test(start_paused = true)]
+async fn refused_lease_is_a_problem_until_it_is_taken() {
+    let (hub, member) = (Arc::new(Server::default()), Arc::new(Server::default()));
+    let election = start(&hub, "a");
+    seconds(0.1).await;
+    let is_cut_off = Arc::new(AtomicBool::new(true));
+    let client = member.client_unless(&is_cut_off);
+    let fence = Fence::new(election, "m".to_owned(), "hub", client, CancellationToken::new());
+    let fence = Arc::new(fence);
+    assert!(fence.start_taking() && fence.is_awaited());
+    assert!(!fence.start_taking(), "a task is taking it");
+    let taking = tokio::spawn({
+        let fence = Arc::clone(&fence);
+        async move { fence.take().await }
+    });
+    seconds(10.0).await;
+    let problem = fence.problem().expect("a problem");
+    assert!(
+        problem.contains("clustermesh-controller-") && problem.contains("does not answer"),
+        "{problem}"
+    );
+    is_cut_off.store(false, Ordering::Relaxed);
+    taking.await.expect("no panic");
+    assert_eq!(
+        (fence.problem(), fence.is_awaited(), fence.start_taking()),
+        (None, false, false)
+    );
+}
