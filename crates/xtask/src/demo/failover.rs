@@ -60,6 +60,15 @@ impl Demo<'_> {
             .map(|pod| format!("{} on {}", pod.name, pod.node));
         self.check("the leader now", leader.map_err(|error| error.to_string()));
 
+        self.title("the leader is deleted, as in an update");
+        let leader = product.controller_pod().await?;
+        let deleted = Instant::now();
+        hub.kubectl(["-n", NAMESPACE, "delete", "pod", &leader.name, "--wait=false"])
+            .await?;
+        let outcome = new_leader(&product, &leader).await;
+        let outcome = outcome.map(|pod| format!("{} after {:.1} s", pod.name, deleted.elapsed().as_secs_f64()));
+        self.check("the leader now", outcome);
+
         self.title("the hub's API server is away; meanwhile a Peer loses a label in a tenant");
         hub.kill_api()?;
         // The Lease in the hub expires after two seconds.
@@ -69,20 +78,16 @@ impl Demo<'_> {
         let args = ["-n", NAMESPACE, "get", "lease"];
         println!("  the Lease in the tenant:\n{}", other.kubectl(args).await?.stdout);
         hub.start_api().await?;
+        let outcome = until_renewed(&hub).await.map(|()| "renewed".to_owned());
+        self.check(
+            "the Lease after the hub is back",
+            outcome.map_err(|error| error.to_string()),
+        );
         let outcome = until_ready(&hub).await.map(|()| "Ready".to_owned());
         self.check(
             "the mesh after the hub is back",
             outcome.map_err(|error| error.to_string()),
         );
-
-        self.title("the leader is deleted, as in an update");
-        let leader = product.controller_pod().await?;
-        let deleted = Instant::now();
-        hub.kubectl(["-n", NAMESPACE, "delete", "pod", &leader.name, "--wait=false"])
-            .await?;
-        let outcome = new_leader(&product, &leader).await;
-        let outcome = outcome.map(|pod| format!("{} after {:.1} s", pod.name, deleted.elapsed().as_secs_f64()));
-        self.check("the leader now", outcome);
 
         self.title("clusterctl moves the mesh to another hub; the old controller keeps running");
         let new_hub = self.lab.cluster(NEW_HUB);
@@ -190,6 +195,22 @@ fn tenants_only(mesh: &str) -> String {
     let tenants = entries.filter(|entry| !entry.contains("local: true"));
     let tenants: String = tenants.map(|entry| format!("  - name: {entry}")).collect();
     format!("{head}{tenants}")
+}
+
+/// Waits until a leader renews the Lease.
+async fn until_renewed(hub: &Cluster<'_>) -> anyhow::Result<()> {
+    let renewed = async || {
+        let time = "-o=jsonpath={.spec.renewTime}";
+        let words = ["-n", NAMESPACE, "get", "lease", "clustermesh-controller", time];
+        hub.kubectl(words).await.map(|output| output.stdout)
+    };
+    let before = renewed().await?;
+    wait_until("the Lease to be renewed", PATIENCE, async || match renewed().await {
+        Ok(now) if now != before => Ok(()),
+        other => Err(format!("{other:?}")),
+    })
+    .await?;
+    Ok(())
 }
 
 async fn until_ready(hub: &Cluster<'_>) -> anyhow::Result<()> {
