@@ -4,8 +4,9 @@
 //! renewal. Another replica takes the Lease when it has not changed for four seconds, or at once when the leader has released it. Each
 //! replica measures these times with its own monotonic clock. The times in the Lease are for people.
 //!
-//! While the hub does not answer, nobody can renew this Lease, but members must still follow each other. The last leader then has to
-//! renew a Lease in each member before it writes there ([`fence`]). All requests that write pass [`guard`], which checks both.
+//! While the hub does not answer, this Lease cannot be renewed, but changes of one member must still reach the others. Then the last leader
+//! writes into a member only while it renews a Lease in that member ([`fence`]). All requests that write pass [`guard`], which checks both
+//! Leases.
 
 use std::{
     hash::{BuildHasher, RandomState},
@@ -33,8 +34,8 @@ use lease::{duration, holder, released_by, with_holder, within, write};
 
 /// The name of the Lease in the controller's namespace.
 pub(crate) const LEASE: &str = "clustermesh-controller";
-/// The leader may write for this long after it has sent the last successful renewal. It is shorter than the duration of the Lease, so that its last
-/// requests end before another replica takes the Lease.
+/// The leader may write for this long after it has sent the last successful renewal. This is shorter than the duration of the Lease, so
+/// that the leader's last requests end before another replica takes the Lease.
 const VALIDITY: Duration = Duration::from_secs(3);
 /// The time from one renewal to the next.
 const RENEW_INTERVAL: Duration = Duration::from_secs(1);

@@ -59,7 +59,7 @@ pub(super) enum Severity {
     Open,
     /// A part does not work.
     Partly,
-    /// Set by somebody on purpose, or harmless. Does not affect `healthy` and the exit code.
+    /// A setting that an operator chose, such as a pause, or a harmless state. It does not affect `healthy` and the exit code.
     Note,
 }
 
@@ -300,7 +300,7 @@ fn outdated_agents(status: &ClusterMeshStatus) -> impl Iterator<Item = (&str, i6
     })
 }
 
-/// When somebody last changed the object, except its status.
+/// The time of the last write to the object, except to its status.
 fn spec_changed(mesh: &ClusterMesh) -> Option<Timestamp> {
     let fields = mesh.metadata.managed_fields.iter().flatten();
     let changes = fields.filter(|fields| fields.subresource.is_none());

@@ -43,8 +43,7 @@ const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 const DENIED_AFTER: Duration = Duration::from_secs(60);
 /// When the member does not permit the Lease, it is tried again after this time.
 const REFUSED_FOR: Duration = Duration::from_secs(300);
-
-/// How long the holder of the Lease is not read again after it was another replica.
+/// When another replica holds the Lease, or it was deleted, it is read again after this time.
 const TAKEN_FOR: Duration = Duration::from_secs(5);
 
 /// The Lease for one connection to a member. Two connections to the same cluster, by different Secrets, share one Lease.
@@ -82,7 +81,7 @@ struct Held {
     lease: Option<Lease>,
     /// When the last successful renewal was sent.
     renewed: Option<Instant>,
-    /// Another replica has taken the Lease; until when it is not read again.
+    /// Another replica holds the Lease, or it was deleted; until when it is not read again.
     taken_until: Option<Instant>,
 }
 
@@ -191,7 +190,7 @@ impl Fence {
             current => {
                 let mut lease = with_holder(current.as_ref(), &self.name, identity);
                 lease.labels_mut().insert(LABEL_HUB.to_owned(), self.hub.clone());
-                // Nobody takes it because of its age.
+                // It does not expire: a new leader takes it, however old it is.
                 lease.spec.get_or_insert_default().lease_duration_seconds = None;
                 // If this replica was stopped since it read the Lease, a new leader may hold it now.
                 if self.election.held_term().map(|held| held.number) != Ok(term.number) {

@@ -56,7 +56,7 @@ pub(super) fn with_holder(current: Option<&Lease>, name: &str, identity: &str) -
     lease
 }
 
-/// Creates or replaces a Lease. A Lease that was read before is replaced only if nobody has changed it since.
+/// Creates a Lease, or replaces it if it has still the resourceVersion of `lease`.
 pub(super) async fn write(leases: &Api<Lease>, lease: &Lease, timeout: Duration) -> Result<Lease, Error> {
     let (name, params) = (lease.name_any(), PostParams::default());
     match &lease.metadata.resource_version {

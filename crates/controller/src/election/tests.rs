@@ -253,7 +253,7 @@ async fn members_lease_decides_while_the_hub_is_away() {
     first_fence.take().await;
     assert!(!first_fence.is_awaited() && is_permitted(&first_fence).await);
 
-    // Nobody else reaches the hub: the first replica writes as long as it renews the Lease in the member.
+    // The hub answers no replica: the first one may write as long as it renews the Lease in the member.
     hub.is_down.store(true, Ordering::Relaxed);
     seconds(60.0).await;
     assert!(first.leadership() == Leadership::Lapsed && is_permitted(&first_fence).await);

@@ -49,7 +49,7 @@ impl Existing<'_> {
     }
 }
 
-/// The existing Peers of a target, whoever owns them.
+/// The existing Peers of a target, of all owners.
 pub(super) struct ExistingPeers<'a> {
     by_name: Option<&'a BTreeMap<String, ObservedPeer>>,
     /// The first existing Peer with each key, by name.
