@@ -8,7 +8,7 @@ use clustermesh_api::{convert, names::Names};
 use clustermesh_core::{
     diff::{Item, Step, diff},
     mesh::{Addressing, Cluster, ClusterIdentity, Locations, Mesh, MeshId, PodNetwork, Profile},
-    observe::{Member, Observation, Observations, ObservedPeer, ObservedPolicy},
+    observe::{Member, Observation, Observations, ObservedPeer, ObservedPolicy, Rows},
     plan::{Plan, Settings, plan},
 };
 use k8s_openapi::api::core::v1::Node;
@@ -139,7 +139,7 @@ impl World {
             let member = Member {
                 uid: Some(format!("uid-{cluster}")),
                 nodes,
-                peers: Some(BTreeMap::new()),
+                peers: Some(Rows::default()),
                 policies: Some(BTreeMap::new()),
                 accesses: Some(BTreeMap::new()),
                 api_endpoints: [format!("172.{}.255.1:6443", 16 + cluster).parse().unwrap()].into(),

@@ -199,7 +199,7 @@ impl ReadCluster {
             }
         };
         let mut member = member(&objects);
-        for peer in member.peers.iter_mut().flat_map(BTreeMap::values_mut) {
+        for peer in member.peers.iter_mut().flat_map(|peers| peers.values_mut()) {
             mark_unless_given(&mut peer.owner);
         }
         for policy in member.policies.iter_mut().flat_map(BTreeMap::values_mut) {
@@ -219,7 +219,7 @@ impl ReadCluster {
             mark_unless_given(owner);
         }
         // After `mark_unless_given`, only objects of given meshes have this hub's id.
-        let mut peers = member.peers.iter().flat_map(BTreeMap::values);
+        let mut peers = member.peers.iter().flat_map(|peers| peers.values());
         let has_peers = peers.any(|peer| peer.owner.hub.as_deref() == Some(hub));
         // The controller writes the policy before the Peers, so Peers without a policy mean that policies were not listed. Every
         // cluster has the Service default/kubernetes and its EndpointSlice.
@@ -308,7 +308,7 @@ fn member(objects: &Objects) -> Member {
         // No namespace is missing: a list of a running cluster covers all namespaces or fails, and files are assumed to cover all.
         unlisted: Unlisted::default(),
         api_endpoints: convert::service::api_endpoints(objects.slices.values()),
-        nodes,
+        nodes: nodes.into(),
     }
 }
 

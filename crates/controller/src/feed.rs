@@ -9,16 +9,18 @@ use std::{
 };
 
 use clustermesh_access::memory::{Account, Charge, OverBudget};
-use clustermesh_core::mesh::ObjectName;
+use clustermesh_core::{mesh::ObjectName, observe::Rows};
 use kube::{api::DynamicObject, core::ObjectMeta};
 use tokio::sync::Notify;
 
 use crate::api_error::sanitize;
 
 mod follow;
+mod table;
 mod weight;
 
 pub(crate) use follow::{Resume, WatchedResource, follow};
+use table::Table;
 
 /// Wakes the reconcile loop. A [`Notify`] stores one permit, so any number of changes during a pass causes one further pass.
 pub(crate) type Changed = Arc<Notify>;
@@ -68,26 +70,6 @@ const FORBIDDEN_AFTER: Duration = Duration::from_secs(10);
 
 /// How long after our own write lists and events may still contain the object as it was before.
 const OWN_WRITE_WINDOW: Duration = Duration::from_secs(60);
-
-/// The maximum number of malformed objects that a feed remembers.
-const MAX_MALFORMED: usize = 1_000;
-
-/// The content of a feed.
-#[derive(Debug)]
-struct Table<V> {
-    rows: BTreeMap<ObjectName, Row<V>>,
-    /// Objects that do not parse, with the reason. The last version that parsed, if any, stays in `rows`.
-    malformed: BTreeMap<ObjectName, String>,
-    trust: Trust,
-    /// The API server has said which objects exist: the kind was listed completely at least once, or does not exist.
-    has_answer: bool,
-    /// The kind was listed completely at least once.
-    was_read: bool,
-    /// Since when the API server has refused to list or watch the kind (403).
-    denied_since: Option<tokio::time::Instant>,
-    /// The charge for the memory of the rows. `None` for feeds of the hub, whose memory is not limited.
-    charge: Option<Charge>,
-}
 
 /// Converts an object to a row's value. `Ok(None)` = the object is ignored, `Err` = it is malformed.
 type Convert<V> = dyn Fn(DynamicObject) -> Result<Option<V>, String> + Send + Sync;
@@ -165,17 +147,8 @@ impl<V: Clone + PartialEq> Feed<V> {
         changed: Changed,
         convert: impl Fn(DynamicObject) -> Result<Option<V>, String> + Send + Sync + 'static,
     ) -> Self {
-        let table = Table {
-            rows: BTreeMap::new(),
-            malformed: BTreeMap::new(),
-            trust: Trust::Pending,
-            has_answer: false,
-            was_read: false,
-            denied_since: None,
-            charge: None,
-        };
         Self {
-            table: Arc::new(Mutex::new(table)),
+            table: Arc::new(Mutex::new(Table::default())),
             convert: Arc::new(convert),
             unused_fields: &[],
             changed,
@@ -245,6 +218,11 @@ impl<V: Clone + PartialEq> Feed<V> {
         with(&self.lock().rows)
     }
 
+    /// Updates a copy of the values, by name, with the rows that changed since the last call. For feeds of objects without a namespace.
+    pub(crate) fn update<T: Clone>(&self, copy: &mut Rows<T>, convert: impl Fn(&V) -> T) {
+        self.lock().update(copy, convert);
+    }
+
     /// Objects that do not parse, with the reason.
     pub(crate) fn malformed(&self) -> BTreeMap<ObjectName, String> {
         self.lock().malformed.clone()
@@ -265,6 +243,7 @@ impl<V: Clone + PartialEq> Feed<V> {
         table.denied_since = matches!(trust, Trust::Denied(_)).then(tokio::time::Instant::now);
         if trust == Trust::Absent {
             table.rows.clear();
+            table.mark_all_changed();
             table.malformed.clear();
             // A reduction of the charge never fails.
             let _ = table.charge.as_mut().map(|charge| charge.set(0));
@@ -332,6 +311,7 @@ impl<V: Clone + PartialEq> Feed<V> {
         let was_malformed = table.malformed.remove(name).is_some();
         let row = table.rows.remove(name);
         if let Some(row) = &row {
+            table.mark_changed(name);
             // A reduction of the charge never fails.
             let _ = table.update_charge(0, row.weight);
         }
@@ -357,6 +337,7 @@ impl<V: Clone + PartialEq> Feed<V> {
         let list_version = &*list_version;
         let mut table = self.lock();
         let before = std::mem::take(&mut table.rows);
+        table.mark_all_changed();
         let malformed_before = std::mem::take(&mut table.malformed);
         for object in objects {
             // `Table::set` keeps the row of a malformed object, but all rows were taken out above.
@@ -400,55 +381,6 @@ impl<V: Clone + PartialEq> Feed<V> {
         if !is_unchanged {
             self.changed.notify_one();
         }
-    }
-}
-
-impl<V: PartialEq> Table<V> {
-    /// Sets one row, or stores why the object is malformed. Returns whether a value or reason changed. If [`MAX_MALFORMED`] other objects
-    /// are malformed, the reason is not stored.
-    ///
-    /// The row of a malformed object keeps its last valid value. Otherwise the object would look as if it was deleted.
-    fn set(&mut self, object: Converted<V>) -> bool {
-        let Converted {
-            name,
-            uid,
-            version,
-            weight,
-            value,
-        } = object;
-        match value {
-            Ok(Some(value)) => {
-                let has_changed = self.rows.get(&name).is_none_or(|row| row.value != value);
-                let has_changed = self.malformed.remove(&name).is_some() || has_changed;
-                self.rows.insert(
-                    name,
-                    Row {
-                        value,
-                        uid,
-                        version,
-                        weight,
-                        written_at: None,
-                    },
-                );
-                has_changed
-            }
-            Ok(None) => {
-                let was_malformed = self.malformed.remove(&name).is_some();
-                self.rows.remove(&name).is_some() || was_malformed
-            }
-            Err(why) => {
-                if self.malformed.len() >= MAX_MALFORMED && !self.malformed.contains_key(&name) {
-                    return false;
-                }
-                self.malformed.insert(name, why.clone()) != Some(why)
-            }
-        }
-    }
-
-    /// Adds `taken` bytes to the charge and subtracts `freed`.
-    fn update_charge(&mut self, taken: usize, freed: usize) -> Result<(), OverBudget> {
-        let Some(charge) = &mut self.charge else { return Ok(()) };
-        charge.set((charge.bytes() + taken).saturating_sub(freed))
     }
 }
 

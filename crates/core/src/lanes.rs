@@ -44,7 +44,7 @@ pub fn source_of(step: &Step) -> Source {
 #[must_use]
 pub fn split_by_source(steps: Vec<Step>, member: &Member) -> BTreeMap<Source, Lanes> {
     let none = BTreeMap::new();
-    let existing = member.peers.as_ref().unwrap_or(&none);
+    let existing = member.peers.as_deref().unwrap_or(&none);
     let order = PeerOrder::of(steps.iter(), existing);
     let mut groups = SourceGroups::default();
     let mut first: BTreeMap<Moved, Source> = BTreeMap::new();

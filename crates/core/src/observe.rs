@@ -18,8 +18,10 @@ use crate::{
 };
 
 mod gateways;
+mod rows;
 
 pub use gateways::{AccessNode, AccessSpec, Gateway, GrantedPort};
+pub use rows::Rows;
 
 /// An observed value and how current it is. **No delete is ever derived from a value that is not `Fresh`.**
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -93,9 +95,9 @@ pub struct Member {
     /// UID of the kube-system namespace. A hostile API server can claim any UID, so a UID may only be a reason to refuse something.
     pub uid: Option<String>,
     /// Nodes by name.
-    pub nodes: BTreeMap<String, Node>,
+    pub nodes: Rows<Node>,
     /// All Peers by name, including those that this controller does not manage. `None` = the Peer CRD is not installed.
-    pub peers: Option<BTreeMap<String, ObservedPeer>>,
+    pub peers: Option<Rows<ObservedPeer>>,
     /// All PeerPolicies by name, also those of other hubs. `None` = the PeerPolicy CRD is not installed (a member that only kg serves), or
     /// the controller lacks the right to read PeerPolicies.
     pub policies: Option<BTreeMap<String, ObservedPolicy>>,

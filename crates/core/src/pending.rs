@@ -170,7 +170,7 @@ fn find_open_sources(
     }
     // A target that enforces no PeerPolicies has no planned Peers of a quarantined source. There the quarantine is in effect only when
     // the existing Peers are deleted.
-    for existing in member.peers.iter().flat_map(BTreeMap::values) {
+    for existing in member.peers.iter().flat_map(|peers| peers.values()) {
         let Some(source) = existing.owner.source_cluster.as_ref() else {
             continue;
         };

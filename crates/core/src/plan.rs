@@ -25,6 +25,7 @@ mod networks_in_use;
 mod nodes;
 mod peers;
 mod policies;
+mod prefix_map;
 mod result;
 mod services;
 mod settings;

@@ -26,6 +26,7 @@ pub mod descriptors;
 pub mod drain;
 pub mod liveness;
 pub mod metrics;
+pub mod random;
 pub mod readiness;
 pub mod telemetry;
 

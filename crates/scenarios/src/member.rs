@@ -290,8 +290,8 @@ pub fn member(n: usize) -> BoxedStrategy<Member> {
                 .into_iter()
                 .map(|(name, gateway)| (gateway_name(name), gateway))
                 .collect(),
-            nodes,
-            peers,
+            nodes: nodes.into(),
+            peers: peers.map(Into::into),
             policies,
             services,
             slices,

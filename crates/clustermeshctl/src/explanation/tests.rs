@@ -225,7 +225,7 @@ fn connected() -> impl Strategy<Value = Scenario> {
                 member.api_endpoints = ["10.1.9.7:6443".parse().unwrap()].into();
                 member.policies = (without_crd != Some(n)).then(BTreeMap::new);
                 if !has_peers {
-                    member.peers = Some(BTreeMap::new());
+                    member.peers = Some([].into());
                 }
                 scenario.seen.members.insert(identity(n), Observation::Fresh(member));
             }

@@ -1,10 +1,11 @@
 //! Keeps one [`Feed`] up to date: lists, watches, resumes a broken watch, and lists again where necessary. [`follow`] never returns;
 //! dropping its future stops it.
 
-use std::{collections::BTreeMap, time::Duration};
+use std::{collections::BTreeMap, ops::RangeInclusive, time::Duration};
 
 use backon::{BackoffBuilder, ExponentialBackoff, ExponentialBuilder};
 use clustermesh_access::{bounds::over_budget, memory::OverBudget};
+use clustermesh_daemon::random;
 use futures::{StreamExt, TryStreamExt};
 use kube::{
     Api, Error,
@@ -28,10 +29,11 @@ const MAX_PAGES: usize = 4 * MAX_OBJECTS / PAGE_SIZE as usize;
 const MAX_TOKEN: usize = 16 * 1024;
 /// Timeout of the request for one page of a list, and of the start of a watch.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
-/// The API server ends a watch after this many seconds (`timeoutSeconds`). The watch is then resumed.
-const WATCH_SECONDS: u32 = 290;
+/// The API server ends a watch after a random number of seconds in this range (`timeoutSeconds`). The watch is then resumed. Watches that
+/// started together are so not resumed together.
+const WATCH_SECONDS: RangeInclusive<u32> = 240..=290;
 /// Without an event for this long, the connection is dead: even the end of the watch by `timeoutSeconds` did not arrive.
-const IDLE_TIMEOUT: Duration = Duration::from_secs(WATCH_SECONDS as u64 + 15);
+const IDLE_TIMEOUT: Duration = Duration::from_secs(*WATCH_SECONDS.end() as u64 + 15);
 /// A watch that lasts this long counts as established, and resets the backoff.
 const ESTABLISHED_AFTER: Duration = Duration::from_secs(20);
 /// The pause before a kind that does not exist is requested again.
@@ -257,7 +259,7 @@ async fn watch<V: Clone + PartialEq>(
     mut version: String,
     progress: &mut Progress,
 ) -> FollowError {
-    let mut params = WatchParams::default().timeout(WATCH_SECONDS);
+    let mut params = WatchParams::default().timeout(random::within(WATCH_SECONDS));
     if !resource.labels.is_empty() {
         params = params.labels(&resource.labels);
     }

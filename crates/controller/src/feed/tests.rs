@@ -40,6 +40,13 @@ fn replace(feed: &Feed<i64>, objects: Vec<DynamicObject>, version: &str) {
     );
 }
 
+fn name(name: &str) -> ObjectName {
+    ObjectName {
+        namespace: String::new(),
+        name: name.to_owned(),
+    }
+}
+
 fn put(feed: &Feed<i64>, object: DynamicObject) {
     feed.put(object).expect("a feed without a budget");
 }
@@ -50,6 +57,43 @@ fn rows(feed: &Feed<i64>) -> Vec<(String, i64)> {
 
 fn was_woken(feed: &Feed<i64>) -> bool {
     futures::FutureExt::now_or_never(feed.changed.notified()).is_some()
+}
+
+#[test]
+fn copy_follows_each_change_of_the_rows() {
+    let feed = feed();
+    let mut copy = Rows::default();
+    let mut assert_equal = |what: &str| {
+        feed.update(&mut copy, |value| *value);
+        let copied: Vec<(String, i64)> = copy.iter().map(|(name, value)| (name.clone(), *value)).collect();
+        assert_eq!(copied, rows(&feed), "{what}");
+    };
+    assert_equal("never read");
+    replace(
+        &feed,
+        vec![object("a", "1", json!({"n": 1})), object("b", "2", json!({"n": 2}))],
+        "2",
+    );
+    assert_equal("listed");
+    put(&feed, object("a", "3", json!({"n": 3})));
+    put(&feed, object("c", "4", json!({"n": 4})));
+    feed.put_written(object("d", "5", json!({"n": 5})));
+    assert_equal("added and changed");
+    feed.remove(&name("b"));
+    put(&feed, object("c", "6", json!({})));
+    put(&feed, object("d", "7", json!({"n": "malformed"})));
+    assert_equal("deleted, ignored and malformed");
+    // More changes than rows.
+    for number in 0..20 {
+        let added = format!("x{number}");
+        put(&feed, object(&added, "8", json!({"n": number})));
+        feed.remove(&name(&added));
+    }
+    assert_equal("added and deleted");
+    replace(&feed, vec![object("b", "40", json!({"n": 40}))], "40");
+    assert_equal("listed again");
+    feed.set_trust(Trust::Absent);
+    assert_equal("not installed");
 }
 
 #[test]

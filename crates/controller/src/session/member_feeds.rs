@@ -22,12 +22,14 @@ use kube::{
 };
 
 mod agents;
+mod copies;
 mod feed_task;
 mod gateways;
 mod on_demand;
 
 use agents::NodeRow;
 pub(crate) use agents::PolicyRow;
+use copies::Copies;
 pub(super) use feed_task::FeedTask;
 use on_demand::{OnDemandFeed, OnDemandFeeds};
 
@@ -54,6 +56,7 @@ pub(crate) struct MemberFeeds {
     api_slices: Feed<Slice>,
     /// Feeds of single namespaces that exist only while a mesh needs them, for Services in grants and exported pods ([`Interest`]).
     on_demand: Arc<Mutex<OnDemandFeeds>>,
+    copies: Arc<Copies>,
     /// The identity of the member, for logs.
     member: String,
 }
@@ -153,6 +156,7 @@ impl MemberFeeds {
             api_slices: factory.slices(),
             factory,
             on_demand: Arc::default(),
+            copies: Arc::default(),
             member,
         }
     }
@@ -363,25 +367,20 @@ impl MemberFeeds {
         }
         drop(on_demand);
         let api_endpoints = self.api_slices.read(|rows| {
-            rows.values()
-                .flat_map(|row| {
-                    let ports = row.value.ports.iter().map(|port| port.port);
-                    ports.flat_map(|port| row.value.endpoints.iter().map(move |e| (e.address, port).into()))
-                })
-                .collect()
+            let slices = rows.values().map(|row| &row.value);
+            let endpoints = slices.flat_map(|slice| {
+                let ports = slice.ports.iter().map(|port| port.port);
+                ports.flat_map(|port| slice.endpoints.iter().map(move |e| (e.address, port).into()))
+            });
+            endpoints.collect()
         });
+        let (nodes, peers) = self.copies.update(self);
         Member {
             uid,
-            nodes: self.nodes.read(|rows| {
-                rows.iter()
-                    .map(|(name, row)| (name.name.clone(), row.value.node.clone()))
-                    .collect()
-            }),
-            peers: rows_if_readable(&self.peers),
-            policies: rows_if_readable(&self.policies).map(|policies| {
-                let policies = policies.into_iter();
-                policies.map(|(name, row)| (name, row.policy)).collect()
-            }),
+            nodes,
+            peers: is_readable(&self.peers).then_some(peers),
+            policies: rows_if_readable(&self.policies)
+                .map(|rows| rows.into_iter().map(|(name, row)| (name, row.policy)).collect()),
             accesses: rows_if_readable(&self.accesses),
             gateways: self.gateways(),
             services,
@@ -475,14 +474,6 @@ fn rows_by_object_name<V: Clone + PartialEq>(feed: &Feed<V>) -> BTreeMap<ObjectN
     })
 }
 
-fn rows_by_name<V: Clone + PartialEq>(feed: &Feed<V>) -> BTreeMap<String, V> {
-    feed.read(|rows| {
-        rows.iter()
-            .map(|(name, row)| (name.name.clone(), row.value.clone()))
-            .collect()
-    })
-}
-
 /// Returns whether a feed of a kind other than Nodes and Peers is current. A forbidden kind counts as absent.
 fn optional_trust<V: Clone + PartialEq>(feed: &Feed<V>) -> Trust {
     if feed.is_forbidden() {
@@ -492,7 +483,17 @@ fn optional_trust<V: Clone + PartialEq>(feed: &Feed<V>) -> Trust {
     }
 }
 
-/// Returns the rows of a feed. `None` = the kind does not exist, or the ServiceAccount was never allowed to read it.
+/// Whether a kind exists, and the ServiceAccount was at some time allowed to read it.
+fn is_readable<V: Clone + PartialEq>(feed: &Feed<V>) -> bool {
+    feed.trust() != Trust::Absent && !feed.is_forbidden()
+}
+
+/// Returns the rows of a feed. `None` = not [`is_readable`].
 fn rows_if_readable<V: Clone + PartialEq>(feed: &Feed<V>) -> Option<BTreeMap<String, V>> {
-    (feed.trust() != Trust::Absent && !feed.is_forbidden()).then(|| rows_by_name(feed))
+    let rows = feed.read(|rows| {
+        rows.iter()
+            .map(|(name, row)| (name.name.clone(), row.value.clone()))
+            .collect()
+    });
+    is_readable(feed).then_some(rows)
 }

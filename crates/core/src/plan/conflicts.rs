@@ -59,7 +59,7 @@ fn active_targets<'p>(
             let existing = ExistingPeers {
                 plan,
                 mesh,
-                peers: member.and_then(|member| member.peers.as_ref()),
+                peers: member.and_then(|member| member.peers.as_deref()),
             };
             Some((rank, mesh, &**target, target_plan, existing))
         })

@@ -5,50 +5,21 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use ipnet::IpNet;
 
-use super::{Fact, target::MeshMember};
+use super::{Fact, prefix_map::PrefixMap, target::MeshMember};
 use crate::{
     mesh::Profile,
     observe::{Endpoint, Node, Server},
 };
 
-/// The accepted networks of all members, with the names of the members. Networks of different clusters are disjoint.
-struct AcceptedNetworks<'p> {
-    members: BTreeMap<IpNet, &'p str>,
-    lengths: BTreeSet<u8>,
-}
-
-impl<'p> AcceptedNetworks<'p> {
-    fn of(mesh_members: &'p BTreeMap<String, MeshMember<'_>>) -> Self {
-        let networks = mesh_members.iter().flat_map(|(name, mesh_member)| {
-            let accepted = mesh_member.accepted.iter();
-            accepted.map(move |network| (*network, &**name))
-        });
-        let members: BTreeMap<IpNet, &str> = networks.collect();
-        let lengths = members.keys().map(IpNet::prefix_len).collect();
-        Self { members, lengths }
-    }
-
-    /// The accepted network that contains `net`, and its member.
-    fn find_containing(&self, net: IpNet) -> Option<(IpNet, &'p str)> {
-        let lengths = self.lengths.iter().filter(|length| **length <= net.prefix_len());
-        lengths.into_iter().find_map(|length| {
-            let outer = IpNet::new(net.addr(), *length).ok()?.trunc();
-            Some((outer, *self.members.get(&outer)?))
-        })
-    }
-
-    /// The accepted networks inside `net`, and their members.
-    fn find_inside(&self, net: IpNet) -> impl Iterator<Item = (IpNet, &'p str)> {
-        let all = self.members.iter().map(|(network, name)| (*network, *name));
-        all.filter(move |(network, _)| net.contains(network))
-    }
-}
-
 /// For each cluster-meshed member, returns one fact for each network of another cluster in which Nodes of the member have addresses,
 /// or which kg on these Nodes routes into its own interface. Networks that overlap the member's endpointNetworks are ignored. Sandboxes
 /// are left out, because the untrusted claims of their Nodes must not affect the status of other members.
 pub(super) fn facts(mesh_members: &BTreeMap<String, MeshMember<'_>>) -> BTreeSet<Fact> {
-    let accepted_networks = AcceptedNetworks::of(mesh_members);
+    // The accepted networks of all members, with the names of the members.
+    let accepted_networks: PrefixMap<&str> = mesh_members
+        .iter()
+        .flat_map(|(name, mesh_member)| mesh_member.accepted.iter().map(|network| (*network, &**name)))
+        .collect();
     let mut facts = BTreeSet::new();
     for (name, mesh_member) in mesh_members
         .iter()
@@ -75,13 +46,16 @@ pub(super) fn facts(mesh_members: &BTreeMap<String, MeshMember<'_>>) -> BTreeSet
                 hits.extend(
                     accepted_networks
                         .find_containing(address)
-                        .map(|(network, owner)| (network, (owner, address))),
+                        .map(|(network, owner)| (network, (*owner, address))),
                 );
             }
             if let Some(kg_network) = kg_network(node) {
-                let inside = inside_kg_networks
-                    .entry(kg_network)
-                    .or_insert_with(|| accepted_networks.find_inside(kg_network).collect());
+                let inside = inside_kg_networks.entry(kg_network).or_insert_with(|| {
+                    accepted_networks
+                        .find_inside(kg_network)
+                        .map(|(network, owner)| (network, *owner))
+                        .collect()
+                });
                 hits.extend(inside.iter().map(|(network, owner)| (*network, (*owner, kg_network))));
             }
             for (network, (owner, address)) in hits

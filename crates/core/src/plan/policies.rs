@@ -33,7 +33,7 @@ impl<'a> MeshInputs<'a> {
             let is_cluster_meshed = mesh_member.cluster.profile == Profile::ClusterMeshed;
             // A source whose profile became more restrictive keeps a closed policy until its last Peer is deleted. Peers are
             // deleted one by one, and without a policy the remaining ones would still admit its traffic.
-            let peers = member.peers.iter().flat_map(BTreeMap::values);
+            let peers = member.peers.iter().flat_map(|peers| peers.values());
             let has_existing_peers = || {
                 let mut ours = peers.filter(|peer| peer.owner.source_cluster.as_deref() == Some(source));
                 ours.any(|peer| self.is_ours(&peer.owner))

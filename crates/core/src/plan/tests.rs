@@ -13,7 +13,7 @@ use crate::{
     mesh::{Addressing, Cluster, Export, Grant, GrantPort, Locations, PodNetwork, PortRef, Profile, Protocol},
     observe::{
         Claim, Endpoint, Granularity, Member, Node, Observation, ObservedAccess, ObservedPeer, ObservedPolicy, Owner,
-        PeerRole, PeerSpec, Pod, PolicySpec, Server, Service, ServicePort, Slice, SliceEndpoint,
+        PeerRole, PeerSpec, Pod, PolicySpec, Rows, Server, Service, ServicePort, Slice, SliceEndpoint,
     },
 };
 
@@ -154,7 +154,7 @@ fn member(nodes: &[(&str, Node)]) -> Member {
             .iter()
             .map(|(name, node)| ((*name).to_owned(), node.clone()))
             .collect(),
-        peers: Some(BTreeMap::new()),
+        peers: Some(Rows::default()),
         policies: Some(BTreeMap::new()),
         ..Member::default()
     }

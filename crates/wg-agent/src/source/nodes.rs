@@ -23,6 +23,7 @@ use std::{
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
+use clustermesh_daemon::random;
 use k8s_openapi::api::{core::v1::Node, storage::v1::CSINode};
 use kube::{Api, Client, ResourceExt, api::ListParams, runtime::watcher};
 use tokio::sync::watch;
@@ -31,7 +32,7 @@ use tokio_util::sync::CancellationToken;
 use super::{
     objects::ParsedNode,
     store::{StoreSink, is_refusal},
-    watch::{WatchSink, WatchedKind, backoff, random_up_to, watch_kind},
+    watch::{WatchSink, WatchedKind, backoff, watch_kind},
 };
 
 mod table;
@@ -214,7 +215,7 @@ impl ReadPlan {
 
     /// Plans to read a Node at a time after `now`, so that not all agents of the cluster read it at the same moment.
     fn read_soon(&mut self, name: &str, now: Instant) {
-        let due = now + random_up_to(READ_SPREAD_PER_NODE * self.nodes());
+        let due = now + random::up_to(READ_SPREAD_PER_NODE * self.nodes());
         let planned = self.to_read.entry(name.to_owned()).or_insert(due);
         *planned = due.min(*planned);
     }
@@ -239,7 +240,7 @@ impl ReadPlan {
     /// Plans the next table after half to all of the interval.
     fn plan_table(&mut self, now: Instant) {
         let interval = self.table_interval();
-        self.next_table = Some(now + interval - random_up_to(interval / 2));
+        self.next_table = Some(now + interval - random::up_to(interval / 2));
     }
 
     /// Plans to read the Nodes of new, of replaced and of deleted CSINodes.
@@ -312,13 +313,13 @@ impl ReadPlan {
         // The number of Nodes is known only now.
         self.plan_table(now);
         let interval = LIST_PER_NODE * self.nodes();
-        self.next_list = Some(now + interval - random_up_to(interval / 2));
+        self.next_list = Some(now + interval - random::up_to(interval / 2));
     }
 
     /// Plans a list because this node has taken another WireGuard address. Meanwhile the agents that took theirs at the same time publish
     /// them.
     fn set_own_address(&mut self, now: Instant) {
-        let due = now + TABLE_AT_LEAST / 2 + random_up_to(self.table_interval());
+        let due = now + TABLE_AT_LEAST / 2 + random::up_to(self.table_interval());
         self.next_list = Some(self.next_list.map_or(due, |next| next.min(due)));
     }
 

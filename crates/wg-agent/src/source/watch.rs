@@ -5,12 +5,12 @@
 use std::{
     collections::BTreeMap,
     fmt::Debug,
-    hash::{BuildHasher, RandomState},
     ops::RangeInclusive,
     time::{Duration, Instant},
 };
 
 use backon::{BackoffBuilder, ExponentialBuilder};
+use clustermesh_daemon::random;
 use futures::TryStreamExt;
 use kube::{
     Api, Resource, ResourceExt,
@@ -106,24 +106,6 @@ pub(super) fn backoff() -> impl Iterator<Item = Duration> {
         .build()
 }
 
-/// A random number below `limit`, which is not 0.
-fn random_below(limit: u64) -> u64 {
-    // Each `RandomState` has other random keys.
-    RandomState::new().hash_one(()) % limit
-}
-
-/// A random time of at most `limit`, in whole milliseconds.
-pub(super) fn random_up_to(limit: Duration) -> Duration {
-    let limit = u64::try_from(limit.as_millis()).unwrap_or(u64::MAX - 1);
-    Duration::from_millis(random_below(limit + 1))
-}
-
-/// Draws a timeout from [`WATCH_SECONDS`].
-fn draw_watch_seconds() -> u32 {
-    let (first, last) = WATCH_SECONDS.into_inner();
-    first + random_below(u64::from(last - first + 1)) as u32
-}
-
 /// Watches until the token is cancelled. `convert` parses each object; an object whose parsed value stays equal counts as unchanged.
 /// The API server ends a watch after the timeout of `config`, or after one from [`WATCH_SECONDS`]; then the watch is renewed.
 pub(crate) async fn watch_kind<K, V>(
@@ -136,7 +118,7 @@ pub(crate) async fn watch_kind<K, V>(
     K: Resource + Clone + DeserializeOwned + Debug + Send + 'static,
     V: PartialEq + Send,
 {
-    let seconds = config.timeout.unwrap_or_else(draw_watch_seconds);
+    let seconds = config.timeout.unwrap_or_else(|| random::within(WATCH_SECONDS));
     let mut events = Box::pin(watcher::watcher(api, config.timeout(seconds)));
     let mut pause = backoff();
     let mut unknown_since = UnknownSince::default();
@@ -248,13 +230,6 @@ mod tests {
             seen.becomes_missing(unknown_since.record(start + Duration::from_secs(*at)))
         };
         requests.iter().map(&mut becomes_missing).collect()
-    }
-
-    #[test]
-    fn watches_have_different_timeouts_of_five_to_ten_minutes() {
-        let drawn: std::collections::BTreeSet<u32> = (0..100).map(|_| draw_watch_seconds()).collect();
-        assert!(drawn.iter().all(|seconds| WATCH_SECONDS.contains(seconds)), "{drawn:?}");
-        assert!(drawn.len() > 50, "{drawn:?}");
     }
 
     #[test]

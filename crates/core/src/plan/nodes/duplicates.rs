@@ -13,7 +13,7 @@ use super::{Refusal, RegisteredNode, host_route};
 use crate::{
     key::PublicKey,
     observe::Node,
-    plan::{Reason, Uncovered},
+    plan::{Reason, Uncovered, prefix_map::PrefixMap},
 };
 
 /// The valid claims of a Node, before the comparison with the claims of other Nodes.
@@ -43,7 +43,7 @@ pub(super) struct ClaimIndex<'a> {
     keys: BTreeMap<PublicKey, &'a str>,
     prefixes: BTreeMap<IpNet, &'a str>,
     /// The podCIDRs and WireGuard addresses among `prefixes`.
-    node_networks: BTreeMap<IpNet, &'a str>,
+    node_networks: PrefixMap<&'a str>,
     /// Messages about duplicates that are left out of a Node's Peer. A duplicate for which the Node gets no Peer is a [`Refusal`].
     pub(super) duplicate_messages: BTreeSet<String>,
 }
@@ -51,23 +51,16 @@ pub(super) struct ClaimIndex<'a> {
 impl<'a> ClaimIndex<'a> {
     /// The registered claim that equals `net`, else the registered podCIDR that contains it.
     fn containing(&self, net: IpNet) -> Option<(IpNet, &'a str)> {
-        let exact = self.prefixes.get_key_value(&net);
-        let mut wider = std::iter::successors(net.supernet(), IpNet::supernet);
-        let claim = exact.or_else(|| wider.find_map(|net| self.node_networks.get_key_value(&net)));
-        claim.map(|(net, owner)| (*net, *owner))
+        let exact = self.prefixes.get(&net).map(|owner| (net, owner));
+        let claim = exact.or_else(|| self.node_networks.find_containing(net));
+        claim.map(|(net, owner)| (net, *owner))
     }
 
     /// The result of [`Self::containing`], else a registered podCIDR or WireGuard address inside `net`.
     fn overlapping(&self, net: IpNet) -> Option<(IpNet, &'a str)> {
-        // `IpNet` sorts a network directly before the networks inside it.
-        let first_inside = || {
-            self.node_networks
-                .range(net..)
-                .next()
-                .filter(|(other, _)| net.contains(*other))
-        };
+        let first_inside = || self.node_networks.find_inside(net).next();
         self.containing(net)
-            .or_else(|| first_inside().map(|(net, owner)| (*net, *owner)))
+            .or_else(|| first_inside().map(|(net, owner)| (net, *owner)))
     }
 
     /// Registers the claims of a Node, or returns why the Node gets no Peer. The caller registers older Nodes first.

@@ -73,7 +73,7 @@ impl<'a> ExistingPeers<'a> {
         name: &str,
         target: &MeshMember<'a>,
     ) -> (Self, Vec<(&'a str, &'a PeerSpec)>) {
-        let by_name = target.last_observed().and_then(|member| member.peers.as_ref());
+        let by_name = target.last_observed().and_then(|member| member.peers.as_deref());
         let mut index = Self {
             by_name,
             by_key: HashMap::with_capacity(by_name.map_or(0, BTreeMap::len)),

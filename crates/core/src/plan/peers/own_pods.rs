@@ -5,17 +5,15 @@
 //! Needed only if the target is masqueraded, because then it may have the pod network of a routed source, or if it connects its
 //! locations. The allowedNetworks of other targets overlap those of no other cluster (design rule 10).
 
-use std::collections::BTreeSet;
-
 use ipnet::IpNet;
 
 use crate::{
     mesh::{Addressing, Locations, PodNetwork, is_too_wide},
     observe::Claim,
-    plan::target::MeshMember,
+    plan::{prefix_map::PrefixMap, target::MeshMember},
 };
 
-pub(in crate::plan) struct OwnPods(BTreeSet<IpNet>);
+pub(in crate::plan) struct OwnPods(PrefixMap<()>);
 
 impl OwnPods {
     pub(in crate::plan) fn of(target: &MeshMember<'_>) -> Self {
@@ -29,7 +27,7 @@ impl OwnPods {
         let pod_cidrs = nodes.flat_map(|node| &node.pod_cidrs).filter_map(Claim::value);
         // A network that is too wide is no podCIDR. A hostile kubelet could claim one when it creates its Node.
         let pod_cidrs = pod_cidrs.map(IpNet::trunc).filter(|network| !is_too_wide(network));
-        Self(pod_cidrs.collect())
+        Self(pod_cidrs.map(|network| (network, ())).collect())
     }
 
     pub(in crate::plan) fn is_empty(&self) -> bool {
@@ -38,12 +36,6 @@ impl OwnPods {
 
     /// Whether a prefix overlaps a podCIDR of the target.
     pub(in crate::plan) fn overlaps(&self, prefix: IpNet) -> bool {
-        if self.is_empty() {
-            return false;
-        }
-        let mut wider = std::iter::successors(Some(prefix), IpNet::supernet);
-        // `IpNet` sorts a network directly before the networks inside it.
-        let first_inside = || self.0.range(prefix..).next();
-        wider.any(|network| self.0.contains(&network)) || first_inside().is_some_and(|inside| prefix.contains(inside))
+        !self.is_empty() && self.0.overlaps(prefix)
     }
 }

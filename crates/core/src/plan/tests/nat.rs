@@ -128,7 +128,7 @@ fn node_seen_at_other_address_gets_short_keepalive() {
     // so no keepalive stays.
     seen = reported;
     edit(&mut seen, &secret("tenant"), |member| {
-        member.peers = Some(BTreeMap::new())
+        member.peers = Some(Rows::default())
     });
     report(
         &mut seen,

@@ -188,7 +188,7 @@ fn peers_in_masqueraded_target_leave_out_its_own_pods() {
             pod_cidrs: vec![Claim::Valid(pods.parse().unwrap())],
             ..node(2, n)
         };
-        member.nodes = BTreeMap::from([
+        member.nodes = Rows::from([
             ("x".to_owned(), with_pods(1, "10.1.1.0/24")),
             ("y".to_owned(), with_pods(2, "10.1.2.128/25")),
         ]);

@@ -108,7 +108,7 @@ fn sandbox_without_grants_leaves_no_objects() {
             sandbox.services.len(),
             sandbox.slices.len()
         ),
-        (Some(&BTreeMap::new()), Some(&BTreeMap::new()), 0, 0)
+        (Some(&Rows::default()), Some(&BTreeMap::new()), 0, 0)
     );
 }
 

@@ -1,0 +1,23 @@
+//! Copies of the largest feeds, which observations share.
+
+use std::sync::{Mutex, PoisonError};
+
+use clustermesh_core::observe::{Node, ObservedPeer, Rows};
+
+use super::MemberFeeds;
+
+/// The Nodes and Peers of a member as they were last observed. In a large mesh these are nearly all rows, and few of them change from
+/// one observation to the next.
+#[derive(Debug, Default)]
+pub(super) struct Copies(Mutex<(Rows<Node>, Rows<ObservedPeer>)>);
+
+impl Copies {
+    /// Updates the copies with the rows that changed, and returns them.
+    pub(super) fn update(&self, feeds: &MemberFeeds) -> (Rows<Node>, Rows<ObservedPeer>) {
+        let mut copies = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let (nodes, peers) = &mut *copies;
+        feeds.nodes.update(nodes, |row| row.node.clone());
+        feeds.peers.update(peers, ObservedPeer::clone);
+        (nodes.clone(), peers.clone())
+    }
+}
