@@ -153,7 +153,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         namespaces,
         settings,
     });
-    let hub_writer = HubWriter::start(client, pod_name, meshes.clone(), Arc::clone(&election));
+    let hub_writer = HubWriter::start(client, pod_name, meshes.clone(), Arc::clone(&election), readiness);
     let mut reconciler = Reconciler::new(
         hub,
         meshes.clone(),
