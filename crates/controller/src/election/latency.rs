@@ -15,8 +15,9 @@ use super::{LEASE, lease::DURATION};
 
 /// The duration of the Lease while the hub is slow.
 const SLOW_DURATION: Duration = Duration::from_secs(20);
-/// The hub is slow if the last request took longer.
+/// The hub becomes slow with a request that takes longer than `SLOW`, and stays slow until one takes less than `FAST`.
 const SLOW: Duration = Duration::from_secs(1);
+const FAST: Duration = Duration::from_millis(500);
 
 /// The leader may write for this long after it has sent the last successful renewal of a Lease with this duration. This is shorter than the
 /// duration, so that the leader's last requests end before another replica takes the Lease.
@@ -45,8 +46,10 @@ impl Latency {
         let sent = Instant::now();
         let answer = request.await;
         let took = sent.elapsed();
-        let is_slow = took > SLOW;
-        if is_slow && !self.is_slow.swap(is_slow, Ordering::Relaxed) {
+        let was_slow = self.is_slow.load(Ordering::Relaxed);
+        let is_slow = took > if was_slow { FAST } else { SLOW };
+        self.is_slow.store(is_slow, Ordering::Relaxed);
+        if is_slow && !was_slow {
             tracing::warn!(
                 lease = LEASE,
                 ?took,
@@ -54,7 +57,6 @@ impl Latency {
                 SLOW_DURATION.as_secs()
             );
         }
-        self.is_slow.store(is_slow, Ordering::Relaxed);
         answer
     }
 }
