@@ -10,18 +10,14 @@ use std::{
 
 use base64::{Engine, engine::general_purpose::STANDARD};
 use clustermesh_lab::{NAMESPACE, wait_until};
-use clustermesh_tests::test_env::{LATER, SOON, TestEnv};
+use clustermesh_tests::{
+    faulty::{ServerTls, listen, read_head},
+    test_env::{LATER, SOON, TestEnv},
+};
 use kube::ResourceExt;
-use rcgen::{
-    BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
-    KeyUsagePurpose, SanType,
-};
 use serde_json::json;
-use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
-    net::{TcpListener, TcpStream},
-};
-use tokio_rustls::{TlsAcceptor, rustls};
+use tokio::{io::AsyncWriteExt, net::TcpStream};
+use tokio_rustls::TlsAcceptor;
 
 use crate::sandbox;
 
@@ -112,15 +108,7 @@ impl Server {
     /// Listens in the network namespace of a host of the lab.
     fn start(env: &TestEnv, flood: Flood, port: u16, tls: &TlsAcceptor) -> Self {
         let address: SocketAddr = (ADDRESS.parse::<IpAddr>().unwrap(), port).into();
-        let netns = std::fs::File::open(env.lab.node("hostile").netns()).unwrap();
-        // A separate thread enters the namespace. The socket stays in the namespace in which it was created.
-        let listener = std::thread::spawn(move || {
-            nix::sched::setns(netns, nix::sched::CloneFlags::CLONE_NEWNET).unwrap();
-            std::net::TcpListener::bind(address).unwrap()
-        });
-        let listener = listener.join().unwrap();
-        listener.set_nonblocking(true).unwrap();
-        let (listener, tls) = (TcpListener::from_std(listener).unwrap(), tls.clone());
+        let (listener, tls) = (listen(&env.lab.node("hostile"), address), tls.clone());
         let floods = Arc::new(AtomicUsize::new(0));
         let counter = Arc::clone(&floods);
         tokio::spawn(async move {
@@ -135,11 +123,7 @@ impl Server {
 /// Answers the first request of a connection; an endless response ends when the client stops reading.
 async fn serve(flood: Flood, stream: TcpStream, tls: TlsAcceptor, floods: Arc<AtomicUsize>) -> std::io::Result<()> {
     let mut stream = tls.accept(stream).await?;
-    let mut head = Vec::new();
-    while !head.ends_with(b"\r\n\r\n") {
-        head.push(stream.read_u8().await?);
-    }
-    let head = String::from_utf8_lossy(&head).into_owned();
+    let head = read_head(&mut stream).await?;
     let (status, begin, repeat) = flood.response(head.split(' ').nth(1).unwrap_or_default());
     let start = format!("HTTP/1.1 {status} X\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n{begin}");
     stream.write_all(start.as_bytes()).await?;
@@ -161,37 +145,6 @@ async fn serve(flood: Flood, stream: TcpStream, tls: TlsAcceptor, floods: Arc<At
         }
     }
     stream.shutdown().await
-}
-
-/// The certificate of an authority, and the TLS acceptor of a server whose certificate this authority signed.
-fn tls() -> (String, TlsAcceptor) {
-    let name = |common: &str| {
-        let mut name = DistinguishedName::new();
-        name.push(DnType::CommonName, common);
-        name
-    };
-    let (ca_key, key) = (KeyPair::generate().unwrap(), KeyPair::generate().unwrap());
-    let mut ca = CertificateParams::default();
-    ca.distinguished_name = name("hostile-ca");
-    ca.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-    ca.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::DigitalSignature];
-    let ca_certificate = ca.self_signed(&ca_key).unwrap();
-    let mut server = CertificateParams::default();
-    server.distinguished_name = name("hostile");
-    server.subject_alt_names = vec![SanType::IpAddress(ADDRESS.parse().unwrap())];
-    server.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
-    let certificate = server.signed_by(&key, &Issuer::new(ca, ca_key)).unwrap();
-    let provider = Arc::new(rustls::crypto::ring::default_provider());
-    let config = rustls::ServerConfig::builder_with_provider(provider)
-        .with_safe_default_protocol_versions()
-        .unwrap()
-        .with_no_client_auth()
-        .with_single_cert(
-            vec![certificate.der().clone()],
-            rustls::pki_types::PrivateKeyDer::try_from(key.serialize_der()).unwrap(),
-        )
-        .unwrap();
-    (ca_certificate.pem(), TlsAcceptor::from(Arc::new(config)))
 }
 
 fn kubeconfig(address: SocketAddr, ca: &str) -> String {
@@ -232,7 +185,7 @@ async fn endless_responses_do_not_exhaust_memory_or_delay_quarantine() {
         env.create_node(name, m, 1).await;
     }
     env.lab.add_host("hostile", ADDRESS.parse().unwrap()).await.unwrap();
-    let (ca, tls) = tls();
+    let ServerTls { ca, acceptor: tls } = ServerTls::new(ADDRESS.parse().unwrap());
     let servers: Vec<Server> = (Flood::ALL.iter().zip(7001..))
         .map(|(flood, port)| Server::start(&env, *flood, port, &tls))
         .collect();

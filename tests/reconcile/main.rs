@@ -1,12 +1,16 @@
 //! Tests the real controller on real API servers: its writes into members and the status of ClusterMeshes. Needs root.
 
 mod closing;
+mod credentials;
 mod failover;
+mod faulty_hub;
+mod faulty_member;
 mod flood;
 mod gateways;
 mod hostile;
 mod invalid_claims;
 mod kilo;
+mod many_meshes;
 mod members;
 mod meshes;
 mod moved;

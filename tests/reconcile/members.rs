@@ -136,45 +136,14 @@ async fn new_kubeconfig_rewrites_nothing_and_refused_field_is_named() {
 
     // A kubeconfig that would execute a program is refused, with the name of the field. Existing objects remain.
     let good = env.kubeconfig("tenant-a").await;
-    for (field, before, added) in [
-        (
-            "users[].user.exec",
-            "    token: ",
-            "    exec: {apiVersion: v1, command: sh}\n",
-        ),
-        (
-            "users[].user.tokenFile",
-            "    token: ",
-            "    tokenFile: /proc/self/environ\n",
-        ),
-        (
-            "clusters[].cluster.proxy-url",
-            "    server: ",
-            "    proxy-url: http://192.0.2.1\n",
-        ),
-        (
-            "clusters[].cluster.insecure-skip-tls-verify",
-            "    server: ",
-            "    insecure-skip-tls-verify: true\n",
-        ),
-    ] {
-        let hostile = good.replace(before, &format!("{added}{before}"));
-        env.write_secret("tenant-a", &hostile).await;
-        wait_until(format!("{field} to be named"), SOON, async || {
-            match env.condition("Ready").await {
-                Some((state, message))
-                    if state == "False/MemberMissing"
-                        && message.contains(field)
-                        && message.contains("clustermesh/tenant-a-kubeconfig") =>
-                {
-                    Ok(())
-                }
-                other => Err(format!("{other:?}")),
-            }
-        })
-        .await
-        .unwrap();
-    }
+    let field = "users[].user.exec";
+    let hostile = good.replace("    token: ", "    exec: {apiVersion: v1, command: sh}\n    token: ");
+    env.write_secret("tenant-a", &hostile).await;
+    let message = env.until_condition("Ready", "False/MemberMissing", SOON).await;
+    assert!(
+        message.contains(field) && message.contains("clustermesh/tenant-a-kubeconfig"),
+        "{message}"
+    );
     env.hub()
         .kubectl(["delete", "secret", "-n", NAMESPACE, "tenant-a-kubeconfig"])
         .await

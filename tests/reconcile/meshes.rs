@@ -2,7 +2,7 @@
 
 use clustermesh_api::{names, peer::Peer};
 use clustermesh_lab::{NAMESPACE, wait_until};
-use clustermesh_tests::test_env::{LATER, SOON, TestEnv, key};
+use clustermesh_tests::test_env::{EVENTS, LATER, SOON, TestEnv, key};
 use kube::{
     Api,
     api::{DeleteParams, PostParams},
@@ -228,4 +228,14 @@ async fn paused_mesh_writes_nothing_and_cleanup_can_be_forced() {
     })
     .await
     .unwrap();
+    // The status is gone; the last Event says where objects are left.
+    let events = env.hub().kubectl(EVENTS).await.unwrap().stdout;
+    let left =
+        "objects of this mesh are left in cluster \"tenant-a\" (Secret clustermesh/tenant-a-kubeconfig key value)";
+    assert!(
+        events
+            .lines()
+            .any(|line| line.starts_with("ObjectsLeft") && line.contains(left)),
+        "{events}"
+    );
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use clustermesh_api::{mesh::RemovedCluster, names, peer::Peer};
 use clustermesh_lab::{NAMESPACE, wait_until};
-use clustermesh_tests::test_env::{LATER, SOON, TestEnv};
+use clustermesh_tests::test_env::{EVENTS, LATER, SOON, TestEnv};
 use serde_json::json;
 
 async fn start_three_clusters() -> (TestEnv, clustermesh_lab::Running) {
@@ -64,7 +64,10 @@ async fn mesh_is_cleaned_up_after_a_member_secret_is_deleted() {
     until_removed_clusters(&env, <[_]>::is_empty).await;
     env.until_condition("Ready", "True/Meshed", SOON).await;
 
-    // Delete a Secret before the mesh: the deletion of their namespace may use this order.
+    // The deletion of their namespace may delete a Secret before the mesh, and nothing can be created there any more, such as an Event. No
+    // namespace controller runs here.
+    let words = ["delete", "namespace", NAMESPACE, "--wait=false"];
+    env.hub().kubectl(words).await.unwrap();
     delete(&env, ["secret", "tenant-a-kubeconfig"]).await;
     env.until_condition("Ready", "False/MemberMissing", SOON).await;
     delete(&env, ["cmesh", "prod"]).await;
@@ -129,6 +132,15 @@ async fn removed_cluster_is_in_status_until_clean_or_given_up() {
     annotate(&env, "kilo-clustermesh.io/force-cleanup=tenant-b").await;
     until_gone(&env).await;
     assert_eq!(env.peers("tenant-b").await.len(), 2);
+    let events = env.hub().kubectl(EVENTS).await.unwrap().stdout;
+    let left =
+        "objects of this mesh are left in cluster \"tenant-b\" (Secret clustermesh/tenant-b-kubeconfig key value)";
+    assert!(
+        events
+            .lines()
+            .any(|line| line.starts_with("ObjectsLeft") && line.contains(left)),
+        "{events}"
+    );
 }
 
 /// UIDs of the Peers in mgmt and tenant-a, by cluster and name.

@@ -4,6 +4,7 @@
 pub mod agent;
 pub mod attacker;
 pub mod contract;
+pub mod faulty;
 pub mod kubeconfig;
 pub mod netns;
 pub mod pair;

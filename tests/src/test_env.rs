@@ -260,9 +260,19 @@ impl TestEnv {
         running
     }
 
+    /// Starts the controller with this kubeconfig of the hub, without waiting for it.
+    pub fn spawn_controller_with_kubeconfig(&self, kubeconfig: &str) -> Running {
+        let words = self.command_with_kubeconfig(kubeconfig, "controller", 8081, NAMESPACE);
+        self.controller_host().spawn("controller", words).unwrap()
+    }
+
     async fn controller_command(&self, hub: &str, replica: &str, port: u16, hub_namespace: &str) -> Vec<String> {
+        self.command_with_kubeconfig(&self.kubeconfig(hub).await, replica, port, hub_namespace)
+    }
+
+    fn command_with_kubeconfig(&self, hub: &str, replica: &str, port: u16, hub_namespace: &str) -> Vec<String> {
         let file = self.lab.directory().join(format!("{replica}.kubeconfig"));
-        std::fs::write(&file, self.kubeconfig(hub).await).unwrap();
+        std::fs::write(&file, hub).unwrap();
         let words = [
             "env",
             "RUST_LOG=info,clustermesh_controller=debug",

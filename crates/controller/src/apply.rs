@@ -71,6 +71,14 @@ enum Outcome {
 }
 
 impl Outcome {
+    /// Why the member did not take the object. `None` = it did, or the object has changed, or this replica may not write.
+    const fn failure(&self) -> Option<&String> {
+        match self {
+            Self::Refused(why) | Self::Throttled(why) | Self::Unavailable(why) => Some(why),
+            Self::Unchanged | Self::Written { .. } | Self::Conflict { .. } | Self::NotPermitted(_) => None,
+        }
+    }
+
     /// The value of the metric's label `result`.
     const fn metric_label(&self) -> &'static str {
         match self {
@@ -197,13 +205,17 @@ impl MemberWriter {
                 tracing::info!(mesh = %step.mesh, action, kind, name, by, "not written: another client changed the object");
             }
             Outcome::NotPermitted(why) => tracing::debug!(mesh = %step.mesh, action, kind, name, why, "not written"),
-            Outcome::Refused(why) => tracing::warn!(mesh = %step.mesh, action, kind, name, why, "refused"),
-            Outcome::Throttled(why) | Outcome::Unavailable(why) => {
-                tracing::warn!(mesh = %step.mesh, action, kind, name, why, "not written; will retry");
+            Outcome::Refused(why) | Outcome::Throttled(why) | Outcome::Unavailable(why) => {
+                tracing::debug!(mesh = %step.mesh, action, kind, name, why, "not written; will retry");
             }
         }
+        let (mesh, failure) = (step.mesh.clone(), outcome.failure().cloned());
         let has_problem_changed = self.lock().queue.record(sent, outcome, Instant::now());
         if has_problem_changed {
+            // Once for each reason: a member may refuse thousands of objects, or each attempt.
+            if let Some(why) = failure {
+                tracing::warn!(%mesh, action, kind, name, why, "not written; will retry, and further failures for this reason are logged at level debug");
+            }
             self.changed.notify_one();
         }
     }

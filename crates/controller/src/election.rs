@@ -1,8 +1,9 @@
 //! Elects one replica of the controller as the leader. Only the leader writes.
 //!
 //! The leader holds a Lease in the hub, renews it every second, and may write for three seconds after it has sent the last successful
-//! renewal. Another replica takes the Lease when it has not changed for four seconds, or at once when the leader has released it. Each
-//! replica measures these times with its own monotonic clock. The times in the Lease are for people.
+//! renewal. Another replica takes the Lease when it has not changed for four seconds, or at once when the leader has released it. While the
+//! hub answers slowly, both times are five times as long: the leader writes the duration into the Lease, and the others respect it. Each
+//! replica measures these times with its own monotonic clock. The times of day in the Lease are for people.
 //!
 //! While the hub does not answer, this Lease cannot be renewed, but changes of one member must still reach the others. Then the last leader
 //! writes into a member only while it renews a Lease in that member ([`fence`]). All requests that write pass [`guard`], which checks both
@@ -15,7 +16,7 @@ use std::{
 };
 
 use clustermesh_api::names::{LATE_WRITES, RELEASED_BY};
-use clustermesh_daemon::ReadinessItem;
+use clustermesh_daemon::{Readiness, ReadinessItem};
 use k8s_openapi::api::coordination::v1::Lease;
 use kube::{Api, Client, Config, Error, ResourceExt};
 use tokio::{
@@ -28,15 +29,14 @@ use crate::api_error;
 
 pub(crate) mod fence;
 pub(crate) mod guard;
+mod latency;
 mod lease;
 
-use lease::{duration, holder, released_by, with_holder, within, write};
+use latency::{Latency, validity};
+use lease::{DURATION, duration, holder, released_by, with_holder, within, write};
 
 /// The name of the Lease in the controller's namespace.
 pub(crate) const LEASE: &str = "clustermesh-controller";
-/// The leader may write for this long after it has sent the last successful renewal. This is shorter than the duration of the Lease, so
-/// that the leader's last requests end before another replica takes the Lease.
-const VALIDITY: Duration = Duration::from_secs(3);
 /// The time from one renewal to the next.
 const RENEW_INTERVAL: Duration = Duration::from_secs(1);
 /// The pause after a failed renewal, while the Lease is still valid.
@@ -45,8 +45,8 @@ const RETRY_INTERVAL: Duration = Duration::from_millis(300);
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 /// The pause after a failed request, while the Lease is not held.
 const FAILED_INTERVAL: Duration = Duration::from_secs(1);
-/// Longer than [`VALIDITY`]: a late response to a renewal extends nothing, but has the resourceVersion for the next one.
-const REQUEST_TIMEOUT: Duration = Duration::from_secs(4);
+/// Longer than a slow hub takes. A late response to a renewal extends nothing, but has the resourceVersion for the next one.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(6);
 /// How long a leader that exits waits for its last requests.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
 /// An API server may answer a request that its client has given up for this long (`--request-timeout` of kube-apiserver).
@@ -103,10 +103,12 @@ struct Term {
 }
 
 impl Term {
-    const fn permission(&self) -> Permission {
+    /// The permission for a request that is sent now. It is never longer than the shortest Lease permits, because a later renewal may shorten
+    /// the Lease. It can be extended.
+    fn permission(&self) -> Permission {
         Permission {
             term: self.number,
-            until: self.valid_until,
+            until: self.valid_until.min(Instant::now() + validity(DURATION)),
         }
     }
 }
@@ -140,6 +142,7 @@ pub(crate) struct Election {
     /// A random id of this process, in the Leases of members: their administrators need not know the names of the hub's pods.
     process: String,
     leases: Api<Lease>,
+    latency: Latency,
     state: Mutex<State>,
     /// The leadership, and whether the hub answers.
     standing: watch::Sender<(Leadership, bool)>,
@@ -152,8 +155,8 @@ pub(crate) struct Election {
 }
 
 impl Election {
-    /// Starts the election with the Lease in `namespace` of the hub. `replica` is the name of the pod or host. Drops `unread` when the hub
-    /// has answered for the first time.
+    /// Starts the election with the Lease in `namespace` of the hub. `replica` is the name of the pod or host. It is pending in `readiness`
+    /// until the hub has answered for the first time; later a remark names a problem with the Lease.
     ///
     /// The election has a thread and connections of its own. Otherwise a long pass, or a slow request to the hub, would delay a renewal.
     ///
@@ -163,7 +166,7 @@ impl Election {
         config: &Config,
         namespace: &str,
         replica: &str,
-        unread: ReadinessItem,
+        readiness: Readiness,
     ) -> anyhow::Result<Arc<Self>> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         // Retries would delay the next renewal, which has newer data.
@@ -178,7 +181,7 @@ impl Election {
         let thread = std::thread::Builder::new().name("election".to_owned());
         thread.spawn(move || {
             let _ended = ended;
-            runtime.block_on(running.run(unread));
+            runtime.block_on(running.run(readiness));
         })?;
         Ok(election)
     }
@@ -192,6 +195,7 @@ impl Election {
             identity,
             process,
             leases: Api::namespaced(client, namespace),
+            latency: Latency::default(),
             state: Mutex::default(),
             standing: watch::Sender::new((Leadership::Standby, false)),
             writes: TaskTracker::new(),
@@ -257,8 +261,11 @@ impl Election {
         self.ended.is_cancelled()
     }
 
-    async fn run(&self, unread: ReadinessItem) {
-        let (mut seen, mut unread, mut last_problem) = (None, Some(unread), None);
+    async fn run(&self, readiness: Readiness) {
+        let mut unread = Some(readiness.pending("Lease of the leader"));
+        let mut seen = None;
+        // With its remark.
+        let mut last_problem: Option<(String, ReadinessItem)> = None;
         let mut last_holder = None;
         loop {
             let step = self.step(&mut seen, &mut last_holder).await;
@@ -283,7 +290,7 @@ impl Election {
                 Err(error) if leadership == Leadership::Leader => (RETRY_INTERVAL, Some(describe(&error))),
                 Err(error) => (FAILED_INTERVAL, Some(describe(&error))),
             };
-            if problem != last_problem {
+            if problem.as_ref() != last_problem.as_ref().map(|(why, _)| why) {
                 match &problem {
                     Some(why) => tracing::warn!(
                         lease = LEASE,
@@ -297,7 +304,10 @@ impl Election {
                         "the leader's Lease can be read and renewed again"
                     ),
                 }
-                last_problem = problem;
+                last_problem = problem.map(|why| {
+                    let remark = readiness.remark(format!("lease: {why}"));
+                    (why, remark)
+                });
             }
             tokio::select! {
                 () = sleep(pause) => {}
@@ -332,13 +342,12 @@ impl Election {
         let released_by = current.and_then(released_by).cloned();
         let has_late_writes = current.is_some_and(|lease| lease.annotations().contains_key(LATE_WRITES));
         let sent = Instant::now();
-        match write(
-            &self.leases,
-            &with_holder(current, LEASE, &self.identity),
-            REQUEST_TIMEOUT,
-        )
-        .await
-        {
+        let duration = self.latency.lease_duration();
+        let lease = with_holder(current, LEASE, &self.identity, duration);
+        let valid_until = sent + validity(duration);
+        self.limit_term(valid_until);
+        let written = self.latency.measure(write(&self.leases, &lease, REQUEST_TIMEOUT));
+        match written.await {
             Ok(lease) => {
                 *seen = Some(Seen {
                     lease: Some(lease),
@@ -347,7 +356,8 @@ impl Election {
                 let is_clean = (released_by.is_some() && !has_late_writes) || (is_new && last_holder.is_none());
                 *last_holder = Some(self.identity.clone());
                 let released_by = released_by.as_deref().and_then(|by| by.rsplit_once('_'));
-                self.extend_term(sent, released_by.map(|(_, process)| process.to_owned()), is_clean);
+                let released_by = released_by.map(|(_, process)| process.to_owned());
+                self.extend_term(valid_until, released_by, is_clean);
                 Ok(RENEW_INTERVAL.saturating_sub(sent.elapsed()))
             }
             // Another process has written or deleted the Lease, or the response to our last write was lost.
@@ -363,17 +373,24 @@ impl Election {
     async fn read<'a>(&self, seen: &'a mut Option<Seen>) -> Result<&'a Seen, Error> {
         // Dropped if the request fails. While the hub does not answer, its leader cannot renew the Lease, so this time does not count.
         let last = seen.take();
-        let lease = within(REQUEST_TIMEOUT, self.leases.get_opt(LEASE)).await?;
+        let read = within(REQUEST_TIMEOUT, self.leases.get_opt(LEASE));
+        let lease = self.latency.measure(read).await?;
         let version = |lease: &Option<Lease>| lease.as_ref().and_then(ResourceExt::resource_version);
         let same = last.filter(|last| version(&last.lease) == version(&lease));
         let since = same.map_or_else(Instant::now, |same| same.since);
         Ok(seen.insert(Seen { lease, since }))
     }
 
-    /// Extends the current term, or starts one. `sent` is when the successful request was sent.
-    fn extend_term(&self, sent: Instant, released_by: Option<String>, is_clean: bool) {
+    /// Ends the current term not later than this time. If the next renewal makes the Lease shorter, its answer may be lost.
+    fn limit_term(&self, valid_until: Instant) {
+        if let Some(term) = &mut self.state().term {
+            term.valid_until = term.valid_until.min(valid_until);
+        }
+    }
+
+    /// Extends the current term until this time, or starts one.
+    fn extend_term(&self, valid_until: Instant, released_by: Option<String>, is_clean: bool) {
         let mut state = self.state();
-        let valid_until = sent + VALIDITY;
         if let Some(term) = &mut state.term {
             term.valid_until = valid_until;
             return;
@@ -382,7 +399,7 @@ impl Election {
         state.terms += 1;
         state.term = Some(Term {
             number: state.terms,
-            began: sent,
+            began: Instant::now(),
             valid_until,
             released_by,
             is_clean,

@@ -7,7 +7,10 @@ use std::{
     time::Duration,
 };
 
-use clustermesh_api::mesh::ClusterMesh;
+use clustermesh_api::{
+    mesh::ClusterMesh,
+    names::{FORCE_CLEANUP, LABEL_MESH},
+};
 use clustermesh_core::mesh::MeshId;
 use k8s_openapi::api::core::v1::ObjectReference;
 use kube::{
@@ -40,6 +43,24 @@ pub(crate) struct Notice {
     pub(crate) action: &'static str,
     /// The Node that the notice is about: the name of its cluster's entry in the mesh, and the name of the Node.
     pub(crate) node: Option<(String, String)>,
+}
+
+impl Notice {
+    /// Objects of a mesh stay in `clusters` for ever, because the annotation `force-cleanup` allows it.
+    pub(crate) fn objects_left(mesh: &MeshId, clusters: &str) -> Self {
+        Self {
+            topic: format!("left {clusters}"),
+            reason: "ObjectsLeft".to_owned(),
+            message: format!(
+                "objects of this mesh are left in cluster {clusters}, as the annotation {FORCE_CLEANUP} allows; those with the label \
+                 {LABEL_MESH}={} can be deleted there",
+                mesh.name
+            ),
+            is_warning: true,
+            action: "GiveUp",
+            node: None,
+        }
+    }
 }
 
 /// The notices of one mesh that need no Event any more: the last reason of each topic. They are called published, although the hub may have

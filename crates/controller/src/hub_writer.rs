@@ -14,6 +14,7 @@ use clustermesh_api::{
     names::FINALIZER,
 };
 use clustermesh_core::mesh::{MeshId, ObjectName};
+use clustermesh_daemon::Readiness;
 use futures::{StreamExt, stream::FuturesUnordered};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::Client;
@@ -31,12 +32,18 @@ use crate::{
     report::Report,
 };
 
+mod remarks;
 mod requests;
+
+use remarks::Remarks;
+use requests::classify_error;
 
 /// The maximum number of requests in flight at the same time.
 const MAX_IN_FLIGHT: usize = 4;
 /// How often the task looks again whether this replica holds the leader's Lease.
 const LAPSE_PAUSE: Duration = Duration::from_millis(500);
+/// After this many conflicts (409) in a row for one mesh, its writes count as refused.
+const MAX_CONFLICTS: u32 = 3;
 /// The longest pause after a failure.
 const MAX_PAUSE: Duration = Duration::from_secs(30);
 /// The token bucket for status writes of one mesh: a burst of this many writes, then one write per interval. It limits the writes for a
@@ -55,13 +62,13 @@ pub(crate) struct Desired {
 }
 
 /// A change of our finalizer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum FinalizerChange {
     /// Nothing is written into members for a mesh before it has the finalizer.
     Add,
-    /// No object of the mesh is left in any member. The request contains the resourceVersion that the pass read, so it fails if the
-    /// ClusterMesh has changed since.
-    Remove,
+    /// No object of the mesh is left in any member, except in these clusters, as the annotation `force-cleanup` allows. The request contains
+    /// the resourceVersion that the pass read, so it fails if the ClusterMesh has changed since.
+    Remove { left_behind: Vec<String> },
 }
 
 /// The handle of the task that writes to the hub. Dropping it stops the task.
@@ -78,6 +85,7 @@ struct Shared {
     /// Sends requests only while this replica holds the leader's Lease.
     client: Client,
     events: EventPublisher,
+    readiness: Readiness,
 }
 
 #[derive(Default)]
@@ -98,6 +106,8 @@ struct QueuedMesh {
     reported: Option<Reported>,
     /// Kinds of writes that the hub refused, with the status code. Both together are the key of the backoff in [`Queue::refused`].
     blocked: BTreeMap<WriteKind, u16>,
+    /// The number of writes in a row that failed because the ClusterMesh had changed.
+    conflicts: u32,
     bucket: TokenBucket,
     /// The status was written, but its Events were not written yet.
     events_due: bool,
@@ -117,7 +127,7 @@ enum WriteKind {
 /// One write that is due.
 enum Job {
     AddFinalizer(Arc<ClusterMesh>),
-    RemoveFinalizer(Arc<ClusterMesh>),
+    RemoveFinalizer(Arc<ClusterMesh>, Vec<String>),
     Status(Arc<ClusterMesh>, Box<ClusterMeshStatus>),
     Events(Arc<ClusterMesh>, Vec<Notice>),
 }
@@ -125,7 +135,7 @@ enum Job {
 impl Job {
     const fn kind(&self) -> WriteKind {
         match self {
-            Self::AddFinalizer(_) | Self::RemoveFinalizer(_) => WriteKind::Finalizer,
+            Self::AddFinalizer(_) | Self::RemoveFinalizer(..) => WriteKind::Finalizer,
             Self::Status(..) => WriteKind::Status,
             Self::Events(..) => WriteKind::Events,
         }
@@ -136,6 +146,8 @@ impl Job {
 enum Outcome {
     /// The write succeeded. Contains the notices whose Events need no further write.
     Done(Vec<Notice>),
+    /// The finalizer was removed, so the ClusterMesh disappears. The watch delivers this.
+    Removed,
     /// The object changed or was deleted in the meantime. The watch delivers this change, and the next pass starts.
     Outdated,
     /// The hub refused the write with this status code.
@@ -145,12 +157,14 @@ enum Outcome {
 }
 
 impl HubWriter {
-    /// Starts the task. `meshes` is the feed of ClusterMeshes; the task stores the objects there that the hub returns for our writes.
+    /// Starts the task. It stores the objects that the hub returns for our writes in `meshes`, the feed of ClusterMeshes. `readiness` gets a
+    /// remark while something cannot be written.
     pub(crate) fn start(
         client: Client,
         instance: Option<String>,
         meshes: Feed<Arc<ClusterMesh>>,
         election: Arc<Election>,
+        readiness: Readiness,
     ) -> Self {
         let client = guard(client, Permit::Hub(Arc::clone(&election)));
         let shared = Arc::new(Shared {
@@ -160,6 +174,7 @@ impl HubWriter {
             events: EventPublisher::new(client.clone(), instance),
             election,
             client,
+            readiness,
         });
         let task = tokio::spawn(Arc::clone(&shared).run());
         Self {
@@ -180,6 +195,7 @@ impl HubWriter {
                 report: None,
                 reported: None,
                 blocked: BTreeMap::new(),
+                conflicts: 0,
                 bucket: TokenBucket::new(now, STATUS_BURST, STATUS_INTERVAL),
                 events_due: false,
                 is_dirty: true,
@@ -228,14 +244,14 @@ impl QueuedMesh {
                 false
             }
         };
-        match self.finalizer {
+        match &self.finalizer {
             Some(FinalizerChange::Add) if !has_finalizer(current) && is_due(WriteKind::Finalizer) => {
                 return Ok(Job::AddFinalizer(Arc::clone(current)));
             }
             // The ClusterMesh disappears with its finalizer, so its status and Events are not written any more.
-            Some(FinalizerChange::Remove) if has_finalizer(current) => {
+            Some(FinalizerChange::Remove { left_behind }) if has_finalizer(current) => {
                 return if is_due(WriteKind::Finalizer) {
-                    Ok(Job::RemoveFinalizer(Arc::clone(&self.object)))
+                    Ok(Job::RemoveFinalizer(Arc::clone(&self.object), left_behind.clone()))
                 } else {
                     Err(next)
                 };
@@ -316,27 +332,29 @@ impl Queue {
 
     /// Records the outcome of a write.
     fn record(&mut self, id: &MeshId, kind: WriteKind, outcome: Outcome, now: Instant) {
+        let outcome = self.count_conflicts(id, kind, outcome);
         let finished_notices = match &outcome {
             Outcome::Done(notices) | Outcome::Unavailable(notices) => &notices[..],
-            Outcome::Outdated | Outcome::Refused(_) => &[],
+            Outcome::Removed | Outcome::Outdated | Outcome::Refused(_) => &[],
         };
         let queued = self.meshes.get_mut(id);
         let previous_code = queued.map(|queued| {
             queued.is_writing = false;
-            queued.events_due |= kind == WriteKind::Status && matches!(outcome, Outcome::Done(_));
+            // Events are published also if the hub refuses the status.
+            queued.events_due |= kind == WriteKind::Status && matches!(outcome, Outcome::Done(_) | Outcome::Refused(_));
             for notice in finished_notices {
                 queued.reported.get_or_insert_default().add(notice);
             }
-            // After `Outdated` there is nothing to write until a pass publishes new values. If a pass published some during the write, the
+            // After these two there is nothing to write until a pass publishes new values. If a pass published some during the write, the
             // mesh is already dirty and stays so.
-            queued.is_dirty |= !matches!(outcome, Outcome::Outdated);
+            queued.is_dirty |= !matches!(outcome, Outcome::Removed | Outcome::Outdated);
             match outcome {
                 Outcome::Refused(code) => queued.blocked.insert(kind, code),
                 _ => queued.blocked.remove(&kind),
             }
         });
         match outcome {
-            Outcome::Done(_) | Outcome::Outdated => {
+            Outcome::Done(_) | Outcome::Removed | Outcome::Outdated => {
                 self.outage = None;
                 if let Some(code) = previous_code.flatten() {
                     self.refused.remove(&(kind, code));
@@ -357,6 +375,25 @@ impl Queue {
     }
 }
 
+impl Queue {
+    /// Turns the last of [`MAX_CONFLICTS`] into a refusal.
+    fn count_conflicts(&mut self, id: &MeshId, kind: WriteKind, outcome: Outcome) -> Outcome {
+        let Some(queued) = self.meshes.get_mut(id) else {
+            return outcome;
+        };
+        match outcome {
+            Outcome::Outdated => queued.conflicts += 1,
+            // Events do not depend on the version of the object.
+            Outcome::Done(_) if kind != WriteKind::Events => queued.conflicts = 0,
+            _ => return outcome,
+        }
+        if queued.conflicts < MAX_CONFLICTS {
+            return outcome;
+        }
+        Outcome::Refused(409)
+    }
+}
+
 impl Shared {
     fn queue(&self) -> MutexGuard<'_, Queue> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
@@ -364,6 +401,7 @@ impl Shared {
 
     async fn run(self: Arc<Self>) {
         let mut leadership = self.election.subscribe();
+        let mut remarks = Remarks::default();
         let mut writing = FuturesUnordered::new();
         loop {
             let wait = loop {
@@ -385,7 +423,11 @@ impl Shared {
                 }
             };
             tokio::select! {
-                Some((id, kind, outcome)) = writing.next() => self.queue().record(&id, kind, outcome, Instant::now()),
+                Some((id, kind, outcome)) = writing.next() => {
+                    let mut queue = self.queue();
+                    queue.record(&id, kind, outcome, Instant::now());
+                    remarks.update(&queue, &self.readiness);
+                }
                 () = self.published.notified() => {}
                 // Fails only if the election has ended, with the process.
                 Ok(()) = leadership.changed() => {}
@@ -398,12 +440,19 @@ impl Shared {
         let kind = job.kind();
         let answer = match job {
             Job::AddFinalizer(object) => requests::add_finalizer(&self.client, &object).await.map(Some),
-            Job::RemoveFinalizer(object) => {
+            Job::RemoveFinalizer(object, left_behind) => {
+                if !left_behind.is_empty() {
+                    // The ClusterMesh and its status disappear; this Event stays.
+                    let notice = Notice::objects_left(id, &left_behind.join(", "));
+                    tracing::warn!(mesh = %id, why = notice.message, "the finalizer is removed");
+                    self.events.publish(id, &object, vec![notice]).await;
+                }
                 let answer = requests::remove_finalizer(&self.client, &object).await;
-                answer.map(|()| {
-                    tracing::info!(mesh = %id, "finalizer removed: no object of the mesh is left");
-                    None
-                })
+                if answer.is_ok() {
+                    tracing::info!(mesh = %id, left_behind = left_behind.len(), "finalizer removed");
+                    return Outcome::Removed;
+                }
+                answer.map(|()| None)
             }
             Job::Status(object, status) => requests::apply_status(&self.client, &object, &status).await.map(Some),
             Job::Events(object, notices) => {
@@ -432,17 +481,6 @@ impl Shared {
                 outcome
             }
         }
-    }
-}
-
-fn classify_error(error: &kube::Error, published: Vec<Notice>) -> Outcome {
-    match error {
-        kube::Error::Api(status) => match status.code {
-            404 | 409 => Outcome::Outdated,
-            429 | 502..=504 => Outcome::Unavailable(published),
-            code => Outcome::Refused(code),
-        },
-        _ => Outcome::Unavailable(published),
     }
 }
 

@@ -76,6 +76,8 @@ pub(crate) struct ReportInput<'a> {
     pub(crate) unwritten: &'a BTreeMap<String, String>,
     /// Clusters that were removed from the spec but still contain objects.
     pub(crate) removed: &'a [RemovedRow],
+    /// Removed clusters in which objects were left behind.
+    pub(crate) given_up: &'a [String],
     /// By entry and source: the number of objects that differ from the plan.
     pub(crate) outstanding: &'a BTreeMap<(String, String), usize>,
     /// Details by entry.
@@ -404,6 +406,12 @@ fn notices(input: &ReportInput<'_>, conditions: &[Condition]) -> Vec<Notice> {
             });
         }
     }
+    notices.extend(
+        input
+            .given_up
+            .iter()
+            .map(|cluster| Notice::objects_left(&input.mesh.id, cluster)),
+    );
     for link in input.broken {
         notices.push(Notice {
             topic: link_topic(&link.from, &link.to),

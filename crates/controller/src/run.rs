@@ -79,7 +79,6 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let first_plan = readiness.pending("first plan");
     let first_list = readiness.pending("first list of ClusterMeshes");
     let hub_id_pending = readiness.pending("id of the hub");
-    let lease_pending = readiness.pending("Lease of the leader");
     let dump = Arc::clone(&debug_view);
     let state = State {
         registry: Arc::new(metrics_registry),
@@ -88,7 +87,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         } else {
             Audience::Loopback
         },
-        readiness,
+        readiness: readiness.clone(),
         liveness: liveness.clone(),
         dump: Arc::new(move || dump.lock().unwrap_or_else(PoisonError::into_inner).dump()),
     };
@@ -106,7 +105,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let replica = pod_name
         .clone()
         .unwrap_or_else(|| format!("process-{}", std::process::id()));
-    let election = Election::start(&config, &own_namespace, &replica, lease_pending)?;
+    let election = Election::start(&config, &own_namespace, &replica, readiness.clone())?;
     let mut leadership = election.subscribe();
 
     let (changed, meshes_changed) = (Changed::default(), Changed::default());
@@ -154,7 +153,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         namespaces,
         settings,
     });
-    let hub_writer = HubWriter::start(client, pod_name, meshes.clone(), Arc::clone(&election));
+    let hub_writer = HubWriter::start(client, pod_name, meshes.clone(), Arc::clone(&election), readiness);
     let mut reconciler = Reconciler::new(
         hub,
         meshes.clone(),

@@ -351,7 +351,8 @@ fn first_problem(trusts: impl IntoIterator<Item = Trust>) -> Option<String> {
     trusts.into_iter().find_map(|trust| match trust {
         Trust::Live | Trust::Absent => None,
         Trust::Pending => Some("it is being read for the first time".to_owned()),
-        Trust::Broken(why) | Trust::Denied(why) => Some(why),
+        Trust::Broken(why) => Some(why),
+        Trust::Denied(why) => Some(format!("{why}: apply the member's RBAC manifests")),
     })
 }
 

@@ -24,7 +24,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::{
     Election, NotPermitted, Permission, Term,
-    lease::{holder, with_holder, within, write},
+    lease::{DURATION, holder, with_holder, within, write},
 };
 use crate::api_error;
 
@@ -188,7 +188,7 @@ impl Fence {
                 (lease, now + rest)
             }
             current => {
-                let mut lease = with_holder(current.as_ref(), &self.name, identity);
+                let mut lease = with_holder(current.as_ref(), &self.name, identity, DURATION);
                 lease.labels_mut().insert(LABEL_HUB.to_owned(), self.hub.clone());
                 // It does not expire: a new leader takes it, however old it is.
                 lease.spec.get_or_insert_default().lease_duration_seconds = None;
@@ -301,7 +301,7 @@ impl Fence {
                 }
             };
             let sent = Instant::now();
-            let lease = with_holder(Some(&current), &self.name, identity);
+            let lease = with_holder(Some(&current), &self.name, identity, DURATION);
             match write(&self.leases, &lease, REQUEST_TIMEOUT).await {
                 Ok(lease) => {
                     (held.lease, held.renewed) = (Some(lease), Some(sent));

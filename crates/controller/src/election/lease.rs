@@ -7,8 +7,8 @@ use k8s_openapi::{api::coordination::v1::Lease, apimachinery::pkg::apis::meta::v
 use kube::{Api, Error, ResourceExt, api::PostParams};
 
 /// Another replica takes a Lease that has not changed for this long.
-const DURATION: Duration = Duration::from_secs(4);
-/// A longer `leaseDurationSeconds`, written by another version, is respected up to this value.
+pub(super) const DURATION: Duration = Duration::from_secs(4);
+/// A longer `leaseDurationSeconds` is respected up to this value.
 const MAX_DURATION: Duration = Duration::from_secs(60);
 
 /// The replica that has released a Lease after its last write. `None` = the Lease has a holder, or was released otherwise.
@@ -38,8 +38,8 @@ pub(super) fn duration(lease: Option<&Lease>) -> Duration {
     Duration::from_secs(seconds).clamp(DURATION, MAX_DURATION)
 }
 
-/// Returns the Lease with this holder and the current time. `None` = a new Lease.
-pub(super) fn with_holder(current: Option<&Lease>, name: &str, identity: &str) -> Lease {
+/// Returns the Lease with this holder, this duration, and the current time. `None` = a new Lease.
+pub(super) fn with_holder(current: Option<&Lease>, name: &str, identity: &str, duration: Duration) -> Lease {
     let now = MicroTime(Timestamp::now());
     let mut lease = current.cloned().unwrap_or_default();
     lease.metadata.name = Some(name.to_owned());
@@ -51,7 +51,7 @@ pub(super) fn with_holder(current: Option<&Lease>, name: &str, identity: &str) -
         spec.acquire_time = Some(now.clone());
         spec.lease_transitions = Some(spec.lease_transitions.map_or(0, |count| count.saturating_add(1)));
     }
-    spec.lease_duration_seconds = i32::try_from(DURATION.as_secs()).ok();
+    spec.lease_duration_seconds = i32::try_from(duration.as_secs()).ok();
     spec.renew_time = Some(now);
     lease
 }

@@ -6,7 +6,6 @@ use std::{
     sync::atomic::{AtomicBool, AtomicU64, Ordering},
 };
 
-use clustermesh_daemon::Readiness;
 use http::{Method, Request, Response, StatusCode};
 use kube::{api::PostParams, client::Body};
 use serde_json::{Value, json};
@@ -23,6 +22,10 @@ struct Server {
     objects: Mutex<BTreeMap<String, Value>>,
     version: AtomicU64,
     is_down: AtomicBool,
+    /// Requests are executed, but not answered.
+    is_mute: AtomicBool,
+    /// How long each answer takes, in milliseconds.
+    delay: AtomicU64,
     /// Requests that are not for Leases.
     others: AtomicU64,
 }
@@ -41,7 +44,11 @@ impl Server {
                 if is_cut_off.load(Ordering::Relaxed) {
                     std::future::pending::<()>().await;
                 }
-                Ok::<_, Infallible>(server.answer(request).await)
+                let answer = server.answer(request).await;
+                if server.is_mute.load(Ordering::Relaxed) {
+                    std::future::pending::<()>().await;
+                }
+                Ok::<_, Infallible>(answer)
             }
         });
         Client::new(service, "clustermesh")
@@ -51,6 +58,7 @@ impl Server {
         if self.is_down.load(Ordering::Relaxed) {
             std::future::pending::<()>().await;
         }
+        sleep(Duration::from_millis(self.delay.load(Ordering::Relaxed))).await;
         let (parts, body) = request.into_parts();
         let mut path = parts.uri.path().to_owned();
         if !path.contains("/leases") {
@@ -109,7 +117,7 @@ fn start_with(client: Client, name: &str) -> Arc<Election> {
     let running = Arc::clone(&election);
     tokio::spawn(async move {
         let _ended = running.ended.clone().drop_guard();
-        running.run(Readiness::new().pending("the Lease")).await;
+        running.run(Readiness::new()).await;
     });
     election
 }
@@ -164,11 +172,37 @@ async fn standby_leads_when_the_leader_exits_but_not_when_the_hub_is_away() {
     );
     assert!(!second.hub_answers());
     hub.is_down.store(false, Ordering::Relaxed);
-    seconds(5.0).await;
+    seconds(8.0).await;
     assert_eq!(
         (second.leadership(), third.leadership()),
         (Leadership::Leader, Leadership::Standby)
     );
+}
+
+#[tokio::test(start_paused = true)]
+async fn slow_hub_gets_a_longer_lease_that_does_not_lapse() {
+    let hub = Arc::new(Server::default());
+    hub.delay.store(4_500, Ordering::Relaxed);
+    let first = start(&hub, "a");
+    seconds(10.0).await;
+    for _ in 0..600 {
+        assert_eq!(first.leadership(), Leadership::Leader);
+        seconds(0.1).await;
+    }
+    // A request in flight has a permission that a shorter Lease covers, too.
+    let term = first.held_term().expect("it leads");
+    assert!(term.valid_until - Instant::now() > validity(DURATION));
+    assert!(term.permission().until <= Instant::now() + validity(DURATION));
+
+    // The hub is fast again. The renewal that shortens the Lease is executed, but its answer is lost.
+    hub.delay.store(0, Ordering::Relaxed);
+    let rest = || first.held_term().expect("it leads").valid_until - Instant::now();
+    while rest() < Duration::from_millis(14_900) {
+        seconds(0.05).await;
+    }
+    hub.is_mute.store(true, Ordering::Relaxed);
+    seconds(1.0 + 3.1).await;
+    assert_eq!(first.leadership(), Leadership::Lapsed);
 }
 
 #[tokio::test(start_paused = true)]
@@ -258,7 +292,7 @@ async fn members_lease_decides_while_the_hub_is_away() {
     seconds(60.0).await;
     assert!(first.leadership() == Leadership::Lapsed && is_permitted(&first_fence).await);
     hub.is_down.store(false, Ordering::Relaxed);
-    seconds(6.0).await;
+    seconds(8.0).await;
     assert!(first.leadership() == Leadership::Leader && is_permitted(&first_fence).await);
 
     // Only the first replica is cut off: it goes on until the second one takes the Lease, which then waits for its last request.

@@ -11,7 +11,8 @@ use kube::{
     api::{DynamicObject, Patch, PatchParams},
 };
 
-use crate::feed::Feed;
+use super::Outcome;
+use crate::{events::Notice, feed::Feed};
 
 /// Name of the controller in `managedFields`.
 const MANAGER: &str = "clustermesh-controller";
@@ -87,5 +88,16 @@ pub(super) fn update_feed(feed: &Feed<Arc<ClusterMesh>>, object: &ClusterMesh) {
     match as_read {
         Ok(object) => feed.put_written(object),
         Err(error) => tracing::debug!(%error, "the response to a write does not parse; the watch delivers the object"),
+    }
+}
+
+pub(super) fn classify_error(error: &Error, published: Vec<Notice>) -> Outcome {
+    match error {
+        Error::Api(status) => match status.code {
+            404 | 409 => Outcome::Outdated,
+            429 | 502..=504 => Outcome::Unavailable(published),
+            code => Outcome::Refused(code),
+        },
+        _ => Outcome::Unavailable(published),
     }
 }

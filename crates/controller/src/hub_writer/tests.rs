@@ -10,6 +10,7 @@ struct TestHub {
     meshes: Feed<Arc<ClusterMesh>>,
     /// Method, path and body of each request.
     requests: Arc<Mutex<Vec<(String, serde_json::Value)>>>,
+    readiness: Readiness,
 }
 
 fn mesh(name: &str, status: &serde_json::Value) -> serde_json::Value {
@@ -74,12 +75,19 @@ impl TestHub {
             client: Client::new(service, "ns"),
             meshes,
             requests,
+            readiness: Readiness::new(),
         }
     }
 
     fn writer(&self) -> HubWriter {
         let election = Election::of_leader(self.client.clone());
-        HubWriter::start(self.client.clone(), None, self.meshes.clone(), election)
+        HubWriter::start(
+            self.client.clone(),
+            None,
+            self.meshes.clone(),
+            election,
+            self.readiness.clone(),
+        )
     }
 
     fn object(&self, name: &str) -> Arc<ClusterMesh> {
@@ -181,7 +189,14 @@ async fn finalizer_removal_after_conflict_waits_for_the_next_pass() {
     let with_finalizer = serde_json::from_value(with_finalizer).expect("an object");
     hub.meshes.put(with_finalizer).expect("a feed without a budget");
     let writer = hub.writer();
-    let removal = || [hub.desired("m", Some(FinalizerChange::Remove), Some("Deleting"))].into();
+    let removal = || {
+        [hub.desired(
+            "m",
+            Some(FinalizerChange::Remove { left_behind: vec![] }),
+            Some("Deleting"),
+        )]
+        .into()
+    };
     writer.publish(removal());
     sleep_seconds(60).await;
     assert_eq!(hub.requests(), ["m 0 finalizers"]);
@@ -229,4 +244,58 @@ async fn status_that_always_changes_is_written_at_a_limited_rate() {
     // A burst of ten writes, then one write every 5 s for 100 s.
     assert!((25..=31).contains(&statuses), "{statuses}");
     assert!((10..=31).contains(&events), "{events}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn refused_write_is_a_remark_of_readyz() {
+    let hub = TestHub::new(&["m"], 403, Duration::ZERO);
+    let writer = hub.writer();
+    writer.publish([hub.desired("m", None, Some("Meshed"))].into());
+    sleep_seconds(1).await;
+    let refused = "status: the hub refuses the status of a ClusterMesh (403): apply deploy/controller.yaml";
+    assert_eq!(hub.readiness.remarks(), [refused]);
+    // Its Events are published although the status is not written.
+    assert!(
+        hub.requests().contains(&"events Meshed".to_owned()),
+        "{:?}",
+        hub.requests()
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn conflict_at_each_write_counts_as_refusal() {
+    let hub = TestHub::new(&["m"], 409, Duration::ZERO);
+    let writer = hub.writer();
+    for turn in 0..MAX_CONFLICTS {
+        assert_eq!(hub.readiness.remarks(), Vec::<String>::new(), "{turn}");
+        writer.publish([hub.desired("m", None, Some("Meshed"))].into());
+        sleep_seconds(1).await;
+    }
+    let [remark] = &*hub.readiness.remarks() else {
+        panic!("{:?}", hub.readiness.remarks())
+    };
+    assert!(
+        remark.contains("(409): another client changes it all the time"),
+        "{remark}"
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn clusters_with_objects_left_are_in_the_last_event() {
+    let hub = TestHub::new(&["m"], 200, Duration::ZERO);
+    let mut with_finalizer = mesh("m", &serde_json::Value::Null);
+    with_finalizer["metadata"]["finalizers"] = serde_json::json!([FINALIZER]);
+    let with_finalizer = serde_json::from_value(with_finalizer).expect("an object");
+    hub.meshes.put(with_finalizer).expect("a feed without a budget");
+    let left_behind = vec!["\"a\" (Secret ns/a key value)".to_owned()];
+    let writer = hub.writer();
+    writer.publish([hub.desired("m", Some(FinalizerChange::Remove { left_behind }), Some("Deleting"))].into());
+    sleep_seconds(1).await;
+    assert_eq!(hub.requests()[..2], ["events ObjectsLeft", "m 0 finalizers"]);
+    let requests = hub.requests.lock().expect("not poisoned");
+    let note = requests[0].1["note"].as_str().expect("a note");
+    assert!(
+        note.contains("left in cluster \"a\" (Secret ns/a key value)") && note.contains("kilo-clustermesh.io/mesh=m"),
+        "{note}"
+    );
 }

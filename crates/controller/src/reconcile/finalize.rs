@@ -11,7 +11,11 @@ use clustermesh_core::{
     ownership::{self, Ownership},
 };
 
-use super::{Pass, Reconciler, meshes::LoadedMesh, removed::may_be_left_behind};
+use super::{
+    Pass, Reconciler,
+    meshes::LoadedMesh,
+    removed::{describe_cluster, may_be_left_behind},
+};
 use crate::hub_writer::FinalizerChange;
 
 /// Drops the steps for meshes without our finalizer. Without it, a ClusterMesh could be deleted before its objects are removed. The
@@ -31,7 +35,9 @@ impl Reconciler {
     pub(super) fn finalizer_change(&self, pass: &Pass, loaded: &LoadedMesh) -> Option<FinalizerChange> {
         if loaded.mesh.deleting {
             let is_removable = loaded.has_finalizer() && !loaded.mesh.paused && self.are_objects_removed(pass, loaded);
-            return is_removable.then_some(FinalizerChange::Remove);
+            return is_removable.then(|| FinalizerChange::Remove {
+                left_behind: self.left_behind(pass, loaded),
+            });
         }
         let planned = pass.plan.meshes.get(&loaded.mesh.id);
         let is_active = planned.is_some_and(|plan| !plan.paused) && loaded.refused.is_none();
@@ -67,6 +73,18 @@ impl Reconciler {
         are_entries_clean
             && self.meshes.removed.is_empty(id)
             && loaded.unlocatable.iter().all(|entry| may_be_left_behind(object, entry))
+    }
+
+    /// The clusters in which objects of a mesh may be left when its finalizer is removed.
+    fn left_behind(&self, pass: &Pass, loaded: &LoadedMesh) -> Vec<String> {
+        let id = &loaded.mesh.id;
+        let entries = loaded.mesh.clusters.iter();
+        let left = entries.filter(|entry| !self.is_clean(pass, &entry.identity, id));
+        let left = left.map(|entry| describe_cluster(&entry.name, &entry.identity));
+        let unlocatable = loaded.unlocatable.iter().map(|entry| format!("{entry:?}"));
+        left.chain(unlocatable)
+            .chain(self.meshes.removed.given_up(id))
+            .collect()
     }
 
     /// Whether the observation of a member is fresh and contains no object of a mesh, and no write for the mesh can be in flight.

@@ -34,6 +34,8 @@ struct MeshClusters {
     /// The clusters that the spec had in the last pass.
     current: BTreeMap<ClusterIdentity, CurrentCluster>,
     removed: BTreeMap<ClusterIdentity, FormerCluster>,
+    /// Removed clusters in which objects were left behind, with their identity.
+    given_up: BTreeSet<String>,
 }
 
 /// One cluster that the spec contains.
@@ -98,6 +100,12 @@ impl RemovedClusters {
         self.meshes.values().flat_map(|clusters| clusters.removed.keys())
     }
 
+    /// The removed clusters of a mesh in which this process has left objects behind.
+    pub(super) fn given_up(&self, mesh: &MeshId) -> impl Iterator<Item = String> {
+        let clusters = self.meshes.get(mesh).into_iter();
+        clusters.flat_map(|clusters| clusters.given_up.iter().cloned())
+    }
+
     /// Whether a mesh has no removed clusters.
     pub(super) fn is_empty(&self, mesh: &MeshId) -> bool {
         self.meshes.get(mesh).is_none_or(|clusters| clusters.removed.is_empty())
@@ -136,6 +144,7 @@ impl MeshClusters {
             uid: object.metadata.uid.clone(),
             current: BTreeMap::new(),
             removed,
+            given_up: BTreeSet::new(),
         }
     }
 }
@@ -152,6 +161,11 @@ pub(super) fn may_be_left_behind(object: &ClusterMesh, cluster: &str) -> bool {
         "true" | "" => object.metadata.deletion_timestamp.is_some(),
         names => names.split(',').any(|name| name.trim() == cluster),
     }
+}
+
+/// Names a cluster: its entry, and where its kubeconfig is.
+pub(super) fn describe_cluster(entry: &str, identity: &ClusterIdentity) -> String {
+    format!("{entry:?} ({identity})")
 }
 
 /// A message for the status that explains how the objects in a cluster that does not answer are removed or left behind.
@@ -173,7 +187,16 @@ impl Reconciler {
                 let seen = pass.seen.members.get(identity);
                 cluster.was_read |= seen.and_then(Observation::last).is_some();
             }
-            clusters.removed.retain(|identity, removed| {
+            let (former, given_up) = (&mut clusters.removed, &mut clusters.given_up);
+            former.retain(|identity, removed| {
+                let object = loaded.object.as_deref();
+                if object.is_some_and(|object| may_be_left_behind(object, &removed.name)) {
+                    if !self.is_clean(pass, identity, id) {
+                        tracing::warn!(mesh = %id, cluster = removed.name, member = %identity, annotation = FORCE_CLEANUP, "objects are left behind, as the annotation allows");
+                        given_up.insert(describe_cluster(&removed.name, identity));
+                    }
+                    return false;
+                }
                 let Some(row) = self.removed_row(pass, loaded, identity, removed) else {
                     return false;
                 };
@@ -185,8 +208,7 @@ impl Reconciler {
         rows
     }
 
-    /// Returns the status row of a removed cluster. `None` = no object is left in it, the objects may be left behind, or another entry
-    /// of the spec is the same cluster.
+    /// Returns the status row of a removed cluster. `None` = no object is left in it, or another entry of the spec is the same cluster.
     fn removed_row(
         &self,
         pass: &Pass,
@@ -196,11 +218,6 @@ impl Reconciler {
     ) -> Option<RemovedRow> {
         let id = &loaded.mesh.id;
         let FormerCluster { name, uid, since } = removed;
-        let object = loaded.object.as_deref()?;
-        if may_be_left_behind(object, name) {
-            tracing::warn!(mesh = %id, cluster = name, member = %identity, annotation = FORCE_CLEANUP, "objects are left behind, as the annotation allows");
-            return None;
-        }
         // Whether the spec contains the same cluster with another Secret. A sandbox may claim any UID, so its UID proves nothing.
         let has_other_entry = loaded.mesh.clusters.iter().any(|entry| {
             let seen = pass.seen.members.get(&entry.identity).and_then(Observation::fresh);

@@ -133,6 +133,7 @@ impl Reconciler {
                     warnings: &loaded.warnings,
                     unwritten: &unwritten,
                     removed: &removed,
+                    given_up: &self.meshes.removed.given_up(id).collect::<Vec<_>>(),
                     outstanding: &outstanding_by_entry(pass, id, plan),
                     details: &details,
                     broken: &broken,

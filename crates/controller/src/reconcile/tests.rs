@@ -163,7 +163,7 @@ async fn unresponsive_hub_delays_no_pass_and_no_gauge() {
         namespaces: clustermesh_core::hub::HubNamespaces::new(&[], &[], &[], "ns"),
         settings: Default::default(),
     });
-    let hub_writer = HubWriter::start(client, None, meshes.clone(), election);
+    let hub_writer = HubWriter::start(client, None, meshes.clone(), election, Default::default());
     let metrics = Metrics::default();
     let mut registry = prometheus_client::registry::Registry::default();
     metrics.register(&mut registry);

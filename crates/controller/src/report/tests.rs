@@ -84,6 +84,7 @@ fn row_of_a_member_not_observed_yet_keeps_its_values() {
         warnings: &[],
         unwritten: &none,
         removed: &[],
+        given_up: &[],
         outstanding: &BTreeMap::new(),
         details: &details,
         broken: &[],
