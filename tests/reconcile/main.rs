@@ -1,6 +1,7 @@
 //! Tests the real controller on real API servers: its writes into members and the status of ClusterMeshes. Needs root.
 
 mod closing;
+mod credentials;
 mod failover;
 mod flood;
 mod gateways;
