@@ -8,6 +8,7 @@ mod gateways;
 mod hostile;
 mod invalid_claims;
 mod kilo;
+mod live_status;
 mod members;
 mod meshes;
 mod moved;
