@@ -300,7 +300,7 @@ fn agent() -> Vec<Value> {
             &json!([
                 {"apiGroups": [""], "resources": ["nodes"], "verbs": ["get", "list", "watch", "patch"]},
                 {"apiGroups": ["storage.k8s.io"], "resources": ["csinodes"], "verbs": ["list", "watch"]},
-                {"apiGroups": ["kilo.squat.ai"], "resources": ["peers", "peerpolicies"], "verbs": ["get", "list", "watch"]},
+                {"apiGroups": ["kilo.squat.ai"], "resources": ["peers", "peerpolicies"], "verbs": ["list", "watch"]},
             ]),
         ),
         binding(
@@ -315,7 +315,7 @@ fn agent() -> Vec<Value> {
             "Role",
             name,
             Some("default"),
-            &json!([{"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["get", "list", "watch"]}]),
+            &json!([{"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]}]),
         ),
         binding(
             "RoleBinding",
