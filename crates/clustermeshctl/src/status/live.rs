@@ -161,7 +161,8 @@ impl LiveMesh {
                 if self.causes.iter().any(|cause| is_same(row, cause)) {
                     return false;
                 }
-                row.message.push_str(", but it answers here");
+                row.message = format!("it answers here, but the controller reported: {}", row.message);
+                row.remedy = Some("do the hub's pods reach the address in its Secret?".to_owned());
                 return true;
             }
             !COMPUTED.contains(&&*row.reason) && row.reason != "Converging"
