@@ -1,10 +1,11 @@
 //! Tests the operation of a mesh of two whole clusters: privileges of our processes, nodes that join and leave, deleted
-//! pods of the controller and the agents, a member's frozen API server, new credentials, and changed endpoints of a mirrored
+//! pods and an update of the controller and the agents, a member's frozen API server, new credentials, and changed endpoints of a mirrored
 //! Service. At the end the mesh is deleted and the nodes are cleaned up as docs/operations/removal.md says.
 
 mod credentials;
 mod links;
 mod policy_enforcement;
+mod replicas;
 mod restarts;
 mod rights;
 
@@ -16,6 +17,7 @@ use std::{
 use clustermesh_lab::{AGENT_NAMESPACE, Cluster, Lab, MESH, NAMESPACE, Node, wait_until};
 use credentials::{frozen_member_api_server_changes_only_a_condition, new_token_is_used_without_restart_or_rewrite};
 use links::{broken_links, link_down_is_reported, status_of_healthy_node_matches_wg_show};
+use replicas::{changes_and_flow_continue_during_update, last_replica_is_not_evicted};
 use restarts::{
     flow_survives_agent_upgrade_and_key_rotation, pods_communicate_again_after_agent_restart, published_key,
     wireguard_address,
@@ -43,6 +45,8 @@ async fn mesh_survives_operations_and_cleanup_leaves_only_the_key() {
     flow_survives_changes_of_other_nodes_and_agents(&mesh).await;
     flow_survives_agent_upgrade_and_key_rotation(&mesh).await;
     replaced_controller_rewrites_nothing_and_works(&mut mesh).await;
+    last_replica_is_not_evicted(&mesh).await;
+    changes_and_flow_continue_during_update(&mesh).await;
     new_token_is_used_without_restart_or_rewrite(&mut mesh).await;
     frozen_member_api_server_changes_only_a_condition(&mesh).await;
     deleted_mesh_removes_all_objects_and_routes(&mesh).await;

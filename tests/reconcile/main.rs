@@ -2,6 +2,7 @@
 
 mod closing;
 mod credentials;
+mod expiry;
 mod failover;
 mod faulty_hub;
 mod faulty_member;
@@ -10,6 +11,7 @@ mod gateways;
 mod hostile;
 mod invalid_claims;
 mod kilo;
+mod live_status;
 mod many_meshes;
 mod members;
 mod meshes;

@@ -36,11 +36,13 @@ use tower::{BoxError, Layer, ServiceExt};
 
 pub mod bounds;
 mod connect;
+pub mod expiry;
 pub mod kubeconfig;
 pub mod memory;
 
 use bounds::BoundLayer;
 use connect::Connector;
+use expiry::Expiry;
 use kubeconfig::{HubHosts, Refused};
 use memory::Account;
 
@@ -58,6 +60,14 @@ pub enum MemberClientError {
     Certificates(#[source] Box<kube::Error>),
 }
 
+/// A client for a member.
+pub struct MemberClient {
+    /// The client.
+    pub client: Client,
+    /// When its credentials expire. `None` = they do not say it.
+    pub expiry: Option<Expiry>,
+}
+
 /// Builds a client from a member's kubeconfig. The kubeconfig and the responses of the member's API server are hostile input.
 /// The kubeconfig must not lead to the hub's API server, whose hosts are in `hub`. The memory of responses in transfer is charged to
 /// `account`.
@@ -70,10 +80,15 @@ pub async fn build_member_client(
     context: Option<&str>,
     hub: &HubHosts,
     account: &Account,
-) -> Result<Client, MemberClientError> {
+) -> Result<MemberClient, MemberClientError> {
     let config = kubeconfig::read(text, context, hub).await?;
     // The checks leave no other value in the kubeconfig that can be invalid.
-    build_client(&config, hub, account).map_err(|error| MemberClientError::Certificates(Box::new(error)))
+    let client =
+        build_client(&config, hub, account).map_err(|error| MemberClientError::Certificates(Box::new(error)))?;
+    Ok(MemberClient {
+        client,
+        expiry: expiry::read(&config.auth_info),
+    })
 }
 
 /// Builds kube's client stack without proxies, retries and request tracing, on top of our connector and response limits.

@@ -23,8 +23,11 @@ pub(crate) enum Command {
     /// Show what is broken, where, since when, and what to do
     ///
     /// Reads the ClusterMeshes of the hub, with the current context of your kubeconfig, and the controller's Lease. The states are those
-    /// that the controller reports; members are not read. Your account must be able to list ClusterMeshes (with --namespace: in that
-    /// namespace). If it may also get the Lease, the output says when no controller runs, and which replica leads.
+    /// that the controller reports. Your account must be able to list ClusterMeshes (with --namespace: in that namespace). If it may
+    /// also get the Lease, the output says when no controller runs, and which replica leads.
+    ///
+    /// --live reads every member too, as `plan` does and with the same rights, and compares it with the plan. Use it when no controller
+    /// runs, so that the reported states are old.
     ///
     /// Prints about ten lines: counts, then the problems, the worst first. DOWN: a mesh is not Ready. OPEN: packets that a policy denies
     /// may pass. PART: a part does not work. note: set on purpose, or harmless. Problems with the same reason are one item; --all
@@ -183,6 +186,16 @@ pub(crate) struct HubArgs {
 pub(crate) struct StatusArgs {
     #[command(flatten)]
     pub(crate) hub: HubArgs,
+
+    /// Read every member and the controller's pods now, instead of relying on the controller's reports
+    #[arg(short, long, conflicts_with = "watch")]
+    pub(crate) live: bool,
+
+    /// Read the member that the meshes call NAME with a context of the hub's kubeconfig; repeatable
+    ///
+    /// Default: the kubeconfig in the Secret that the member's entry names.
+    #[arg(long = "member-context", value_name = "NAME=CONTEXT", value_parser = parse_member_context, requires = "live")]
+    pub(crate) members: Vec<(String, String)>,
 
     /// Show every problem, with its whole message
     #[arg(short, long)]

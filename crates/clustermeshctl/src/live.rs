@@ -269,6 +269,7 @@ impl<'a> Hub<'a> {
         })?;
         let account = Account::standalone(MEMORY_BUDGET);
         let client = clustermesh_access::build_member_client(&text.0, context.as_deref(), &self.hosts, &account).await;
+        let client = client.map(|member| member.client);
         client.map_err(|why| format!("Secret {namespace}/{name} key {key:?}: {why}"))
     }
 }

@@ -1,5 +1,5 @@
-//! `clustermeshctl status`: shows what is broken, where, since when, and what to do. Everything comes from the status of the hub's
-//! ClusterMeshes, which the controller writes; only the controller itself is checked in addition, by its Lease.
+//! `clustermeshctl status`: shows what is broken, where, since when, and what to do. It comes from the status of the hub's ClusterMeshes,
+//! which the controller writes, and from the controller's Lease; with `--live` also from the members themselves.
 
 use std::{
     io::{IsTerminal, Write},
@@ -13,11 +13,14 @@ use crate::{
     problem::Problem,
 };
 
+mod live;
 mod remedy;
+mod replicas;
 mod report;
 pub(crate) mod snapshot;
 pub(crate) mod table;
 
+use live::LiveMeshes;
 use report::Report;
 pub(crate) use report::full_name;
 use snapshot::{HubReader, Snapshot};
@@ -43,11 +46,17 @@ pub(crate) async fn run(
     stderr: &mut dyn Write,
 ) -> Result<u8, Vec<Problem>> {
     let hub = HubReader::open(&args.hub).await?;
-    let snapshot = hub.read().await?;
+    let mut snapshot = hub.read().await?;
+    let live = if args.live {
+        snapshot.replicas = hub.read_replicas().await;
+        Some(live::read(args).await?)
+    } else {
+        None
+    };
     for note in &snapshot.notes {
         let _ = writeln!(stderr, "{note}");
     }
-    let (mut code, mut shown) = show(&snapshot, args)?;
+    let (mut code, mut shown) = show(&snapshot, live.as_ref(), args)?;
     if !args.watch {
         print(stdout, &shown)?;
         return Ok(code);
@@ -59,7 +68,7 @@ pub(crate) async fn run(
             () = tokio::time::sleep(POLL_INTERVAL) => {}
         }
         // The hub may be away for a moment. The last state stays on the screen, below the error.
-        let read = async { show(&hub.read().await?, args) };
+        let read = async { show(&hub.read().await?, None, args) };
         let text = match read.await {
             Ok((new_code, text)) => {
                 code = new_code;
@@ -79,8 +88,8 @@ pub(crate) async fn run(
 }
 
 /// Returns the exit code and the output.
-fn show(snapshot: &Snapshot, args: &StatusArgs) -> Result<(u8, String), Vec<Problem>> {
-    let report = Report::new(snapshot);
+fn show(snapshot: &Snapshot, live: Option<&LiveMeshes>, args: &StatusArgs) -> Result<(u8, String), Vec<Problem>> {
+    let report = Report::new(snapshot, live);
     let failed = |error: &dyn std::fmt::Display| vec![Problem::other(format!("the status cannot be written: {error}"))];
     let text = match args.output {
         Output::Table => table::render(&report, snapshot.time, args.all),

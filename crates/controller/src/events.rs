@@ -18,7 +18,10 @@ use kube::{
     runtime::events::{Event, EventType, Recorder, Reporter},
 };
 
-use crate::api_error;
+use crate::{
+    api_error,
+    expiry::{EXPIRED, EXPIRING},
+};
 
 /// The longest note that the API accepts.
 const MAX_NOTE: usize = 1024;
@@ -84,12 +87,25 @@ impl Reported {
         });
         let links = status.broken_links.iter();
         let links = links.map(|link| (link_topic(&link.from, &link.to), TUNNELS_DOWN.to_owned()));
+        let problems = status.problems.iter();
+        let problems = problems.filter(|problem| [EXPIRING, EXPIRED].contains(&&*problem.reason));
+        let credentials = problems.filter_map(|problem| {
+            let topic = credentials_topic(problem.cluster.as_ref()?);
+            Some((topic, problem.reason.clone()))
+        });
         let same_spec = status.observed_generation.is_some() && status.observed_generation == mesh.metadata.generation;
         let fields = notices
             .iter()
             .filter(|notice| same_spec && notice.reason == SPEC_ADJUSTED)
             .map(|notice| (notice.topic.clone(), notice.reason.clone()));
-        Self(conditions.chain(nodes).chain(links).chain(fields).collect())
+        Self(
+            conditions
+                .chain(nodes)
+                .chain(links)
+                .chain(credentials)
+                .chain(fields)
+                .collect(),
+        )
     }
 
     /// Returns the notices whose topic has no published notice, or one with another reason. Forgets the topics that `notices` does not
@@ -185,6 +201,11 @@ pub(crate) fn link_topic(from: &str, to: &str) -> String {
     format!("link {from}/{to}")
 }
 
+/// The topic of the credentials of an entry.
+pub(crate) fn credentials_topic(cluster: &str) -> String {
+    format!("credentials {cluster}")
+}
+
 /// The topic of a Node.
 pub(crate) fn node_topic(cluster: &str, node: &str) -> String {
     format!("node {cluster}/{node}")
@@ -255,6 +276,7 @@ mod tests {
             notice("Ready", "Meshed"),
             notice("node a/n", "NodeNoPodCIDR"),
             notice("link a/b", TUNNELS_DOWN),
+            notice("credentials a", EXPIRING),
             notice("field spec.clusters[0].allowedNetworks[0]", SPEC_ADJUSTED),
         ];
         let status = |generation: i64| {
@@ -262,6 +284,7 @@ mod tests {
                 "observedGeneration": generation,
                 "conditions": [{"type": "Ready", "status": "True", "reason": "Meshed", "message": "", "lastTransitionTime": "2026-01-01T00:00:00Z"}],
                 "clusters": [{"name": "a", "skipped": [{"node": "n", "reason": "NodeNoPodCIDR", "message": ""}]}],
+                "problems": [{"condition": "Degraded", "reason": EXPIRING, "cluster": "a", "since": "2026-01-01T00:00:00Z"}],
                 "brokenLinks": [{"from": "a", "to": "b", "up": 0, "total": 1}],
             })
         };
@@ -269,7 +292,7 @@ mod tests {
         assert_eq!(unpublished(status(7)), []);
         assert_eq!(
             unpublished(status(6)),
-            [notices[3].clone()],
+            [notices[4].clone()],
             "the spec changed in the meantime"
         );
         assert_eq!(unpublished(serde_json::Value::Null), notices);

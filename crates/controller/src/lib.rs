@@ -9,6 +9,7 @@ pub mod args;
 mod backoff;
 mod election;
 mod events;
+mod expiry;
 mod feed;
 mod held_nodes;
 mod hub;

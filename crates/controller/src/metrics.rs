@@ -73,6 +73,8 @@ pub(crate) struct EntryGauges {
     pub(crate) state: &'static str,
     /// The number of skipped nodes of the entry, by reason.
     pub(crate) skipped: BTreeMap<String, usize>,
+    /// When the member's credentials expire, in seconds since 1970. `None` = they do not say it.
+    pub(crate) credentials_expire: Option<i64>,
 }
 
 /// The gauges of all entries. Each pass replaces them together, so a scrape gets the values of one pass.
@@ -82,7 +84,8 @@ struct Entries(Arc<Mutex<Arc<Vec<EntryGauges>>>>);
 impl Collector for Entries {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
         let entries = Arc::clone(&self.0.lock().unwrap_or_else(PoisonError::into_inner));
-        let (registered, skipped, states) = (
+        let (registered, expiry, skipped, states) = (
+            Family::<EntryLabels, Gauge>::default(),
             Family::<EntryLabels, Gauge>::default(),
             Family::<SkippedLabels, Gauge>::default(),
             Family::<StateLabels, Gauge>::default(),
@@ -91,6 +94,9 @@ impl Collector for Entries {
         for gauges in entries.iter() {
             let EntryLabels { mesh, cluster } = &gauges.entry;
             registered.get_or_create(&gauges.entry).set(number(gauges.registered));
+            if let Some(seconds) = gauges.credentials_expire {
+                expiry.get_or_create(&gauges.entry).set(seconds);
+            }
             let state = StateLabels {
                 mesh: mesh.clone(),
                 cluster: cluster.clone(),
@@ -117,7 +123,12 @@ impl Collector for Entries {
             "Nodes of a member that are left out, by reason",
             &skipped,
         )?;
-        encode("member_state", "1 for the state of a member", &states)
+        encode("member_state", "1 for the state of a member", &states)?;
+        encode(
+            "member_credentials_expiry_timestamp_seconds",
+            "When the credentials of a member expire, in seconds since 1970",
+            &expiry,
+        )
     }
 }
 
@@ -219,6 +230,7 @@ mod tests {
             registered: 2,
             state,
             skipped: [("NodeNoPodCIDR".to_owned(), 3)].into(),
+            credentials_expire: Some(1_800_000_000),
         };
         let scrape = || {
             let mut text = String::new();
@@ -232,6 +244,9 @@ mod tests {
                 format!("registered_nodes{{mesh=\"ns/m\",cluster=\"{cluster}\"}} 2"),
                 format!("skipped_nodes{{mesh=\"ns/m\",cluster=\"{cluster}\",reason=\"NodeNoPodCIDR\"}} 3"),
                 format!("member_state{{mesh=\"ns/m\",cluster=\"{cluster}\",state=\"{state}\"}} 1"),
+                format!(
+                    "member_credentials_expiry_timestamp_seconds{{mesh=\"ns/m\",cluster=\"{cluster}\"}} 1800000000"
+                ),
             ]
         };
         assert_eq!(scrape(), series_of("a", "Fresh"));

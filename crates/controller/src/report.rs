@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use clustermesh_access::expiry::Expiry;
 use clustermesh_api::{
     convert::Finding,
     mesh::{
@@ -22,8 +23,11 @@ use clustermesh_core::{
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1 as meta;
 
-use crate::events::{Notice, SPEC_ADJUSTED, TUNNELS_DOWN, link_topic, node_topic, truncate};
-use crate::reconcile::RemovedRow;
+use crate::{
+    events::{Notice, SPEC_ADJUSTED, TUNNELS_DOWN, credentials_topic, link_topic, node_topic, truncate},
+    expiry,
+    reconcile::RemovedRow,
+};
 
 /// The status lists at most this many skipped nodes, and uncovered podCIDRs, of a member. Only the listed nodes have Events.
 const MAX_SKIPPED: usize = 20;
@@ -47,6 +51,8 @@ pub(crate) struct MemberDetails {
     pub(crate) is_fresh: bool,
     /// UID of the member's kube-system namespace.
     pub(crate) uid: Option<String>,
+    /// When the credentials expire. `None` = they do not say it.
+    pub(crate) expiry: Option<Expiry>,
     /// The API server's version.
     pub(crate) version: Option<String>,
     /// `None` = the Nodes were not read yet.
@@ -86,6 +92,7 @@ pub(crate) struct ReportInput<'a> {
     pub(crate) broken: &'a [BrokenTunnels],
     /// Revocations that do not take effect everywhere yet.
     pub(crate) pending: &'a BTreeSet<PendingRevocation>,
+    pub(crate) now: &'a meta::Time,
 }
 
 /// The report of one mesh.
@@ -180,13 +187,17 @@ pub(crate) fn build_report(input: &ReportInput<'_>) -> Report {
         None => {
             let leftovers = input.removed.iter();
             let leftovers = leftovers.filter_map(|removed| Some((removed.row.name.clone(), removed.problem.clone()?)));
-            let causes = status::causes(
+            let mut causes = status::causes(
                 input.plan,
                 input.unwritten,
                 &leftovers.collect(),
                 input.broken,
                 input.outstanding,
             );
+            // After the other causes of Degraded, of which each is already a fault.
+            let end = causes.iter().position(|cause| cause.kind == "EgressResolved");
+            let end = end.unwrap_or(causes.len());
+            causes.splice(end..end, expiring(input));
             let mut conditions = status::conditions_from(input.plan, &causes);
             let members = input.details.iter();
             let members = members.map(|(entry, details)| (entry.clone(), details.unenforced.clone()));
@@ -239,6 +250,16 @@ pub(crate) fn build_report(input: &ReportInput<'_>) -> Report {
         causes,
         notices,
     }
+}
+
+/// The causes for credentials that expire soon or have expired.
+fn expiring(input: &ReportInput<'_>) -> Vec<Cause> {
+    let members = input.details.iter();
+    let causes = members.filter_map(|(entry, details)| {
+        let identity = input.plan.identities.get(entry)?;
+        expiry::find_cause(entry, identity, details.expiry.as_ref()?, input.now.0)
+    });
+    causes.collect()
 }
 
 fn removed_rows(input: &ReportInput<'_>) -> Vec<RemovedCluster> {
@@ -297,6 +318,7 @@ fn cluster_row(input: &ReportInput<'_>, entry: &str) -> ClusterStatus {
             })
             .collect(),
         reachable: Some(details.is_fresh),
+        credentials_expire: details.expiry.map(|expiry| meta::Time(expiry.expires)),
         last_sync: details.last_sync.or(before.last_sync),
         kubernetes_version: details
             .version
@@ -361,11 +383,14 @@ fn egress(input: &ReportInput<'_>) -> Vec<EgressStatus> {
 fn notices(input: &ReportInput<'_>, conditions: &[Condition]) -> Vec<Notice> {
     let mut notices = Vec::new();
     for condition in conditions {
-        // Only Ready has an Event for its good state. Degraded has none for skipped nodes or broken links: these have their own, see below.
+        // Only Ready has an Event for its good state. Degraded has none for skipped nodes, broken links and credentials: these
+        // have their own, see below.
         let is_warning = match condition.kind {
             "Ready" => !condition.status,
             "NetworksOverlap" | "Degraded"
-                if condition.status && !["NodesSkipped", "TunnelsDown"].contains(&condition.reason) =>
+                if condition.status
+                    && !["NodesSkipped", "TunnelsDown", expiry::EXPIRING, expiry::EXPIRED]
+                        .contains(&condition.reason) =>
             {
                 true
             }
@@ -419,6 +444,16 @@ fn notices(input: &ReportInput<'_>, conditions: &[Condition]) -> Vec<Notice> {
             message: status::describe_broken_link(input.plan, link),
             is_warning: true,
             action: "CheckLinks",
+            node: None,
+        });
+    }
+    for cause in expiring(input) {
+        notices.push(Notice {
+            topic: credentials_topic(&cause.cluster.unwrap_or_default()),
+            reason: cause.reason.to_owned(),
+            message: cause.message,
+            is_warning: true,
+            action: "CheckCredentials",
             node: None,
         });
     }

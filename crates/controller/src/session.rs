@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use clustermesh_access::memory::Account;
+use clustermesh_access::{expiry::Expiry, memory::Account};
 use clustermesh_core::{
     mesh::{ClusterIdentity, ObjectName},
     observe::{Member, Observation},
@@ -240,7 +240,7 @@ impl Session {
     pub(crate) fn writer(&self) -> Option<Writer> {
         let connection = self.shared.connection();
         match connection.credentials {
-            Credentials::Ready(_) => connection.writer.clone(),
+            Credentials::Ready(..) => connection.writer.clone(),
             Credentials::Pending | Credentials::Missing(_) => None,
         }
     }
@@ -248,6 +248,14 @@ impl Session {
     /// Whether the API server does not answer the probe. Then writes would fail, too.
     pub(crate) fn is_unresponsive(&self) -> bool {
         self.shared.connection().unresponsive.is_some()
+    }
+
+    /// When the credentials in use expire. `None` = they do not say it, or there are none.
+    pub(crate) fn expiry(&self) -> Option<Expiry> {
+        match self.shared.connection().credentials {
+            Credentials::Ready(_, expiry) => expiry,
+            Credentials::Pending | Credentials::Missing(_) => None,
+        }
     }
 
     /// `gitVersion` of the API server. `None` = no probe has succeeded yet.
@@ -265,7 +273,7 @@ impl Session {
         let connection = self.shared.connection().clone();
         let credentials = match &connection.credentials {
             Credentials::Pending => "being read",
-            Credentials::Ready(_) => "in use",
+            Credentials::Ready(..) => "in use",
             Credentials::Missing(why) => why,
         };
         serde_json::json!({
@@ -296,11 +304,13 @@ async fn supervise(
             let current = match current {
                 Credentials::Missing(why) if *cleanup_only.borrow_and_update() => last_usable
                     .clone()
-                    .map_or(Credentials::Missing(why), Credentials::Ready),
+                    .map_or(Credentials::Missing(why), |(client, expiry)| {
+                        Credentials::Ready(client, expiry)
+                    }),
                 current => current,
             };
-            if let Credentials::Ready(client) = &current {
-                last_usable = Some(client.clone());
+            if let Credentials::Ready(client, expiry) = &current {
+                last_usable = Some((client.clone(), *expiry));
             }
             let is_back = std::mem::replace(&mut was_missing, is_missing) && !is_missing;
             let serve = async {
@@ -312,12 +322,12 @@ async fn supervise(
                         });
                         std::future::pending().await
                     }
-                    Credentials::Ready(client) => {
+                    Credentials::Ready(client, expiry) => {
                         if is_back {
                             tokio::time::sleep(reconnect_delay(&shared.identity)).await;
                         }
                         let writer = Writer::new(&shared.identity, &hub, client);
-                        serve::serve(&shared, client, writer, interest_receiver.clone()).await;
+                        serve::serve(&shared, (client, *expiry), writer, interest_receiver.clone()).await;
                     }
                 }
             };

@@ -215,12 +215,14 @@ fn controller() -> Vec<Value> {
                     "spec": {
                         "serviceAccountName": name,
                         "priorityClassName": "system-cluster-critical",
-                        // On different nodes, if there are several.
+                        // On different nodes, if there are several. Only replicas of one revision count: if the old ones counted during an
+                        // update, both new ones could end up on one node.
                         "affinity": {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [{
                             "weight": 100,
                             "podAffinityTerm": {
                                 "topologyKey": "kubernetes.io/hostname",
                                 "labelSelector": {"matchLabels": {"app.kubernetes.io/name": name}},
+                                "matchLabelKeys": ["pod-template-hash"],
                             },
                         }]}},
                         "securityContext": {"runAsNonRoot": true, "runAsUser": 65532, "runAsGroup": 65532, "seccompProfile": {"type": "RuntimeDefault"}},
@@ -300,7 +302,7 @@ fn agent() -> Vec<Value> {
             &json!([
                 {"apiGroups": [""], "resources": ["nodes"], "verbs": ["get", "list", "watch", "patch"]},
                 {"apiGroups": ["storage.k8s.io"], "resources": ["csinodes"], "verbs": ["list", "watch"]},
-                {"apiGroups": ["kilo.squat.ai"], "resources": ["peers", "peerpolicies"], "verbs": ["get", "list", "watch"]},
+                {"apiGroups": ["kilo.squat.ai"], "resources": ["peers", "peerpolicies"], "verbs": ["list", "watch"]},
             ]),
         ),
         binding(
@@ -315,7 +317,7 @@ fn agent() -> Vec<Value> {
             "Role",
             name,
             Some("default"),
-            &json!([{"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["get", "list", "watch"]}]),
+            &json!([{"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]}]),
         ),
         binding(
             "RoleBinding",

@@ -66,28 +66,31 @@ pub(super) async fn published_key(cluster: &Cluster<'_>, node: &str) -> String {
         .to_owned()
 }
 
+/// Waits for a further reply to `ping`, which sends 20 packets a second. Prints the longest time without a reply.
+pub(super) async fn continues(flow: &clustermesh_lab::Running, what: &str) {
+    let before = longest_silence_and_last_reply(&flow.log()).1;
+    wait_until(
+        "the flow to continue",
+        PATIENCE,
+        async || match longest_silence_and_last_reply(&flow.log()) {
+            (_, last) if last > before => Ok(()),
+            (_, last) => Err(format!("last reply at {last}")),
+        },
+    )
+    .await
+    .unwrap();
+    let (longest, _) = longest_silence_and_last_reply(&flow.log());
+    let (lost, sent) = unanswered(&flow.log());
+    println!(
+        "{what}: at most {longest:.2} s without a reply, at 20 packets a second; {lost} of {sent} packets without one"
+    );
+}
+
 pub(super) async fn flow_survives_agent_upgrade_and_key_rotation(mesh: &Mesh<'_>) {
     let (from, to) = (&mesh.member_webs[0], &mesh.hub_webs[0]);
     let (node, remote) = (mesh.lab.node(&from.node), mesh.lab.node(&to.node));
     let ping = ["ping", "-n", "-D", "-i", "0.05", &to.ip.to_string()];
     let flow = |name| node.pod_spawn(name, from.ip, ping);
-    let assert_continues = async |flow: &clustermesh_lab::Running, what: &str| {
-        let before = longest_silence_and_last_reply(&flow.log()).1;
-        wait_until(
-            "the flow to continue",
-            PATIENCE,
-            async || match longest_silence_and_last_reply(&flow.log()) {
-                (_, last) if last > before => Ok(()),
-                (_, last) => Err(format!("last reply at {last}")),
-            },
-        )
-        .await
-        .unwrap();
-        println!(
-            "{what}: at most {:.2} s without a reply, at 20 packets a second",
-            longest_silence_and_last_reply(&flow.log()).0
-        );
-    };
 
     // A new agent pod on every node of the member, one after another, as with a new image. While a node has no agent, no packet for the
     // mesh leaves outside the tunnel.
@@ -105,9 +108,7 @@ pub(super) async fn flow_survives_agent_upgrade_and_key_rotation(mesh: &Mesh<'_>
         .wait_for_rollout(AGENT_NAMESPACE, "daemonset/wg-agent")
         .await
         .unwrap();
-    assert_continues(&pings, "an upgrade of the member's agents").await;
-    let (lost, sent) = unanswered(&pings.log());
-    println!("an upgrade of the member's agents: {lost} of {sent} packets without a reply");
+    continues(&pings, "an upgrade of the member's agents").await;
     let captured = capture.stop().await.unwrap();
     assert!(
         mesh.count_wireguard_packets(&captured).await > 0,
@@ -145,7 +146,7 @@ pub(super) async fn flow_survives_agent_upgrade_and_key_rotation(mesh: &Mesh<'_>
     })
     .await
     .unwrap();
-    assert_continues(&pings, "a new key").await;
+    continues(&pings, "a new key").await;
     drop(pings);
     mesh.product.wait_until_ready().await.unwrap();
     assert_eq!(published_key(&mesh.member, &from.node).await, new);

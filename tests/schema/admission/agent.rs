@@ -93,3 +93,50 @@ async fn agent_writes_only_its_own_annotations_on_its_own_node() {
         Ok(())
     );
 }
+
+/// What the API server itself says about the account, so that a right that is added needs a reason here.
+// threat: stolen-agent-token
+#[tokio::test]
+async fn agent_account_has_exactly_the_rights_it_uses() {
+    let server = server(None).await;
+    let agent = server.client_as(AGENT, &[]);
+    let rights = async |namespace: &str| -> Vec<String> {
+        let review = json!({
+            "apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectRulesReview", "spec": {"namespace": namespace},
+        });
+        let reviews = "/apis/authorization.k8s.io/v1/selfsubjectrulesreviews";
+        let answer = agent.post(reviews, &review).await.unwrap();
+        let words = |rule: &Value, field: &str| -> String {
+            let words = rule[field].as_array().into_iter().flatten();
+            words.filter_map(Value::as_str).collect::<Vec<_>>().join(",")
+        };
+        let rules = answer["status"]["resourceRules"].as_array().unwrap().iter();
+        // Every account may ask for its own rights.
+        let rules = rules.filter(|rule| {
+            !words(rule, "apiGroups").ends_with(".k8s.io") || !words(rule, "resources").starts_with("selfsubject")
+        });
+        let mut rights: Vec<String> = rules
+            .map(|rule| {
+                ["resources", "resourceNames", "verbs"]
+                    .map(|field| words(rule, field))
+                    .join(" ")
+            })
+            .collect();
+        rights.sort();
+        rights
+    };
+    let everywhere = [
+        "csinodes  list,watch",
+        // `get` and `list`: other Nodes; `watch` and `patch`: its own, to which the policy above limits `patch`.
+        "nodes  get,list,watch,patch",
+        "peers,peerpolicies  list,watch",
+    ];
+    let with = |more: &[&str]| {
+        let mut rights: Vec<String> = everywhere.iter().chain(more).map(|right| (*right).to_owned()).collect();
+        rights.sort();
+        rights
+    };
+    assert_eq!(rights("default").await, with(&["endpointslices  list,watch"]));
+    assert_eq!(rights("kube-system").await, with(&["configmaps cilium-config get"]));
+    assert_eq!(rights("clustermesh-agent").await, with(&[]));
+}

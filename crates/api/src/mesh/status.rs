@@ -125,6 +125,9 @@ pub struct ClusterStatus {
     /// Whether its API server is reachable.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reachable: Option<bool>,
+    /// When the token or client certificate in its kubeconfig expires, as this says itself. None = it does not say it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub credentials_expire: Option<Time>,
     /// The time since which all objects match the plan. While an object differs, it is set to the present time again and again.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_sync: Option<Time>,

@@ -136,6 +136,7 @@ pub(crate) fn broken() -> Value {
     rows[1]["skipped"] =
         json!([{"node": "w4", "reason": "NodeNoPublicKey"}, {"node": "w5", "reason": "NodeNoPublicKey"}]);
     rows[0]["agents"]["outdated"] = json!(1);
+    rows[1]["credentialsExpire"] = json!("2026-01-14T00:00:00Z");
     status["brokenLinks"] = json!([{"from": "mgmt", "to": "tenant-a", "up": 7, "total": 9}]);
     let service = json!({"cluster": "mgmt", "namespace": "data", "name": "postgres-rw"});
     status["egress"] = json!([{"cluster": "tenant-a", "service": service, "ready": false}, {"cluster": "tenant-b", "service": service, "ready": true}]);
@@ -154,6 +155,7 @@ pub(crate) fn snapshot(meshes: impl IntoIterator<Item = Value>) -> Snapshot {
             renewed: Some(time("2026-01-10T11:59:59Z")),
             is_alive: true,
         }),
+        replicas: None,
         notes: Vec::new(),
     }
 }

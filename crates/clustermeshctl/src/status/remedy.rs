@@ -27,6 +27,7 @@ pub(super) fn remedy(mesh: &ClusterMesh, (reason, message): (&str, &str), cluste
         "NetworksOverlap" | "CIDROverlap" => {
             format!("give one of the clusters other allowedNetworks: kubectl -n {namespace} edit clustermesh {name}")
         }
+        "ObjectsDiffer" => "clustermeshctl plan lists them; the controller writes them, if it runs and may".to_owned(),
         "NoGateway" => format!("apply deploy/gateway.yaml in {member}, or look why its gateway pods do not start"),
         "SpecInvalid" => format!("correct the field: kubectl -n {namespace} edit clustermesh {name}"),
         "Paused" => {

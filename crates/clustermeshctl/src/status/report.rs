@@ -1,13 +1,17 @@
 //! Makes the report of `status` from a [`Snapshot`]: the problems of all meshes, the worst first, and counts for each mesh. Also defines
 //! the JSON and YAML output.
 
-use clustermesh_api::mesh::{ClusterMesh, ClusterMeshStatus, MeshProblem};
+use std::collections::BTreeMap;
+
+use clustermesh_api::mesh::{ClusterMesh, ClusterMeshStatus};
 use k8s_openapi::{apimachinery::pkg::apis::meta::v1::Condition, jiff::Timestamp};
 use kube::ResourceExt;
 use serde::Serialize;
 
 use super::{
+    live::{LiveMember, LiveMesh, LiveMeshes, NOT_READ},
     remedy::remedy,
+    replicas::Replicas,
     snapshot::{Leader, Snapshot},
 };
 
@@ -47,6 +51,9 @@ pub(super) struct ControllerRow {
     pub(super) renewed: Option<Timestamp>,
     /// Whether the holder renews the Lease.
     pub(super) alive: bool,
+    /// Its pods that are ready, of all, with `--live`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) pods: Option<Share>,
 }
 
 /// How bad a problem is. The order is from the worst.
@@ -103,6 +110,9 @@ pub(super) struct MeshRow {
     /// Grants (entries of `egress`) that work, of all.
     pub(super) services: Share,
     pub(super) clusters: Vec<ClusterRow>,
+    /// With `--live`: what was read from the members themselves, by name.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub(super) live: BTreeMap<String, LiveMember>,
 }
 
 /// A number of things that work, and of all.
@@ -127,15 +137,27 @@ pub(super) struct ClusterRow {
     pub(super) kubernetes: Option<String>,
     /// Nodes whose wg-agent has the controller's version, of all nodes with wg-agent.
     pub(super) agents: Share,
+    /// When its credentials expire, if they say it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) credentials_expire: Option<Timestamp>,
 }
 
 impl Report {
-    pub(super) fn new(snapshot: &Snapshot) -> Self {
-        let mut problems: Vec<Row> = snapshot.controller.iter().filter_map(leader_problem).collect();
+    pub(super) fn new(snapshot: &Snapshot, live: Option<&LiveMeshes>) -> Self {
+        let replicas = snapshot.replicas.as_ref();
+        let leader = snapshot.controller.as_ref();
+        let mut problems: Vec<Row> = leader
+            .and_then(|leader| leader_problem(leader, replicas, live.is_some()))
+            .into_iter()
+            .collect();
+        if problems.is_empty() {
+            problems.extend(replicas.and_then(replicas_problem));
+        }
         let mut meshes = Vec::new();
         for mesh in &snapshot.meshes {
-            let found = problems_of(mesh, snapshot.time);
-            meshes.push(mesh_row(mesh, &found));
+            let live = live.and_then(|live| live.get(&full_name(mesh)));
+            let found = problems_of(mesh, snapshot.time, live);
+            meshes.push(mesh_row(mesh, &found, live));
             problems.extend(found);
         }
         // The sort is stable: the controller lists the worse problems of a severity first.
@@ -146,6 +168,7 @@ impl Report {
                 holder: leader.holder,
                 renewed: leader.renewed,
                 alive: leader.is_alive,
+                pods: replicas.map(|replicas| replicas.ready),
             }),
             problems,
             meshes,
@@ -153,35 +176,71 @@ impl Report {
     }
 }
 
-fn leader_problem(leader: &Leader) -> Option<Row> {
-    let message = match (&leader.holder, leader.is_alive) {
-        (_, true) => return None,
-        (Some(holder), false) => {
-            format!(
-                "{holder} does not renew the controller's Lease: no status is written, and the states below may be old"
-            )
-        }
-        (None, false) => {
-            "no replica holds the controller's Lease: no status is written, and the states below may be old".to_owned()
-        }
+fn leader_problem(leader: &Leader, replicas: Option<&Replicas>, is_live: bool) -> Option<Row> {
+    if leader.is_alive {
+        return None;
+    }
+    let holder = match &leader.holder {
+        Some(holder) => format!("{holder} does not renew"),
+        None => "no replica holds".to_owned(),
     };
-    Some(Row {
-        severity: Severity::Down,
+    let pods = replicas.map_or_else(String::new, |replicas| format!("; {}", replicas.describe()));
+    let states = match is_live {
+        true => "only the states read now are new",
+        false => "the states below may be old: add --live",
+    };
+    let message = format!("{holder} the controller's Lease{pods}. No status is written, and {states}");
+    Some(controller_row(Severity::Down, "NoController", leader.renewed, message))
+}
+
+/// A pod of the controller that is not ready, while another one leads.
+fn replicas_problem(replicas: &Replicas) -> Option<Row> {
+    replicas.problem.as_ref()?;
+    Some(controller_row(
+        Severity::Partly,
+        "ReplicaNotReady",
+        None,
+        replicas.describe(),
+    ))
+}
+
+fn controller_row(severity: Severity, reason: &str, since: Option<Timestamp>, message: String) -> Row {
+    Row {
+        severity,
         mesh: None,
         cluster: None,
         to: None,
         condition: "Lease".to_owned(),
-        reason: "NoController".to_owned(),
-        since: leader.renewed,
+        reason: reason.to_owned(),
+        since,
         message,
         remedy: Some(CONTROLLER_REMEDY.to_owned()),
-    })
+    }
 }
 
 const CONTROLLER_REMEDY: &str = "kubectl logs -n clustermesh -l app.kubernetes.io/name=clustermesh-controller";
 
-/// The problems of one mesh, in the order of its status.
-fn problems_of(mesh: &ClusterMesh, now: Timestamp) -> Vec<Row> {
+/// The problems of one mesh, in the order of its status. `live` replaces those that were found again or have disappeared.
+fn problems_of(mesh: &ClusterMesh, now: Timestamp, live: Option<&LiveMesh>) -> Vec<Row> {
+    let mut rows = reported_problems(mesh, now);
+    if let Some(live) = live {
+        live.replace(&mut rows, |cause| Row {
+            severity: severity(cause.kind, cause.reason),
+            mesh: Some(full_name(mesh)),
+            cluster: cause.cluster.clone(),
+            to: cause.to.clone(),
+            condition: cause.kind.to_owned(),
+            reason: cause.reason.to_owned(),
+            since: None,
+            message: without_prefix(cause.cluster.as_ref(), &cause.message),
+            remedy: remedy(mesh, (cause.reason, &cause.message), cause.cluster.as_deref()),
+        });
+    }
+    rows
+}
+
+/// The problems in the status of a mesh, and that it has none.
+fn reported_problems(mesh: &ClusterMesh, now: Timestamp) -> Vec<Row> {
     let name = full_name(mesh);
     let row = |severity, (condition, reason): (&str, &str), since, message: String| Row {
         severity,
@@ -221,15 +280,15 @@ fn problems_of(mesh: &ClusterMesh, now: Timestamp) -> Vec<Row> {
         to: problem.to.clone(),
         remedy: remedy(mesh, (&problem.reason, &problem.message), problem.cluster.as_deref()),
         ..row(
-            severity(problem),
+            severity(&problem.condition, &problem.reason),
             (&problem.condition, &problem.reason),
             Some(problem.since.0),
-            without_prefix(problem),
+            without_prefix(problem.cluster.as_ref(), &problem.message),
         )
     });
     rows.extend(problems);
     // Objects cannot be written into a member that does not answer. That the mesh waits for them is no problem of its own.
-    let is_of_member = |row: &Row| ["MemberMissing", "MemberUnreachable", "MemberStale"].contains(&&*row.reason);
+    let is_of_member = |row: &Row| NOT_READ.contains(&&*row.reason);
     let unreachable: Vec<Option<String>> = rows
         .iter()
         .filter(|row| is_of_member(row))
@@ -268,8 +327,8 @@ fn problems_of(mesh: &ClusterMesh, now: Timestamp) -> Vec<Row> {
     rows
 }
 
-fn severity(problem: &MeshProblem) -> Severity {
-    match (&*problem.condition, &*problem.reason) {
+fn severity(condition: &str, reason: &str) -> Severity {
+    match (condition, reason) {
         (_, "Quarantined") => Severity::Note,
         ("Ready", _) => Severity::Down,
         ("PolicyEnforced", _) => Severity::Open,
@@ -278,9 +337,8 @@ fn severity(problem: &MeshProblem) -> Severity {
 }
 
 /// The message without the name of the member, which has its own column.
-fn without_prefix(problem: &MeshProblem) -> String {
-    let message = &problem.message;
-    let prefix = problem.cluster.as_ref().map(|cluster| format!("cluster {cluster:?}: "));
+fn without_prefix(cluster: Option<&String>, message: &str) -> String {
+    let prefix = cluster.map(|cluster| format!("cluster {cluster:?}: "));
     let rest = prefix.and_then(|prefix| message.strip_prefix(&prefix));
     rest.unwrap_or(message).to_owned()
 }
@@ -310,7 +368,7 @@ fn spec_changed(mesh: &ClusterMesh) -> Option<Timestamp> {
         .max()
 }
 
-fn mesh_row(mesh: &ClusterMesh, problems: &[Row]) -> MeshRow {
+fn mesh_row(mesh: &ClusterMesh, problems: &[Row], live: Option<&LiveMesh>) -> MeshRow {
     let empty = ClusterMeshStatus::default();
     let status = mesh.status.as_ref().unwrap_or(&empty);
     let ready = status.conditions.iter().find(|condition| condition.type_ == "Ready");
@@ -352,9 +410,11 @@ fn mesh_row(mesh: &ClusterMesh, problems: &[Row]) -> MeshRow {
                         working: with_agent - agents.outdated,
                         total: with_agent,
                     },
+                    credentials_expire: row.credentials_expire.as_ref().map(|time| time.0),
                 }
             })
             .collect(),
+        live: live.map(|live| live.members.clone()).unwrap_or_default(),
     }
 }
 

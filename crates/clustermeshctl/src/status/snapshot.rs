@@ -6,6 +6,7 @@ use clustermesh_api::mesh::ClusterMesh;
 use k8s_openapi::{api::coordination::v1::Lease, jiff::Timestamp};
 use kube::{Api, Client};
 
+use super::replicas::Replicas;
 use crate::{
     args::HubArgs,
     live::{list_kind_in, open_hub, with_timeout},
@@ -30,6 +31,8 @@ pub(crate) struct Snapshot {
     pub(crate) meshes: Vec<ClusterMesh>,
     /// `None` = there is no Lease, or this account may not read it.
     pub(crate) controller: Option<Leader>,
+    /// The controller's pods, for `--live`. `None` = not read, or this account may not read them.
+    pub(crate) replicas: Option<Replicas>,
     /// Lines to print to stderr.
     pub(crate) notes: Vec<String>,
 }
@@ -88,8 +91,13 @@ impl<'a> HubReader<'a> {
             time: Timestamp::now(),
             meshes,
             controller,
+            replicas: None,
             notes: notes.into_iter().map(|note| format!("warning: {note}")).collect(),
         })
+    }
+
+    pub(super) async fn read_replicas(&self) -> Option<Replicas> {
+        Replicas::read(&self.client, &self.args.controller_namespace).await
     }
 
     /// Reads who holds the Lease. If the last renewal seems old, the clocks of this machine and of the controller may differ, so the Lease

@@ -58,7 +58,8 @@ pub(super) fn render(report: &Report, now: Timestamp, all: bool) -> String {
     text
 }
 
-/// Puts the problems with the same severity and reason together. Of one severity, tunnels that are down come first, then the largest group.
+/// Puts the problems with the same severity and reason together. Of one severity, that of the controller comes first, then tunnels that
+/// are down, then the largest group.
 fn group(problems: &[Row]) -> Vec<Vec<&Row>> {
     let mut groups: BTreeMap<(Severity, &str), Vec<&Row>> = BTreeMap::new();
     for row in problems {
@@ -72,7 +73,13 @@ fn group(problems: &[Row]) -> Vec<Vec<&Row>> {
     groups.sort_by_key(|rows| {
         let first = rows.first();
         let is_tunnel = first.is_some_and(|row| row.reason == "TunnelsDown");
-        (first.map(|row| row.severity), !is_tunnel, usize::MAX - rows.len())
+        let is_of_mesh = first.is_some_and(|row| row.mesh.is_some());
+        (
+            first.map(|row| row.severity),
+            is_of_mesh,
+            !is_tunnel,
+            usize::MAX - rows.len(),
+        )
     });
     groups
 }
@@ -125,6 +132,7 @@ fn object(row: &Row) -> String {
 }
 
 fn summary(report: &Report, now: Timestamp, all: bool) -> String {
+    let live = live_counts(&report.meshes);
     let controller = report.controller.as_ref().filter(|controller| controller.alive);
     let controller = controller.and_then(|controller| Some((controller.holder.as_ref()?, controller.renewed)));
     let controller = controller.map_or_else(String::new, |(holder, renewed)| {
@@ -134,7 +142,7 @@ fn summary(report: &Report, now: Timestamp, all: bool) -> String {
             format!(" (Lease renewed {} ago)", age(renewed, now))
         });
         format!("; controller {holder}{renewed}")
-    });
+    }) + &live;
     if let [mesh] = &*report.meshes {
         return mesh_line(mesh, now) + &controller;
     }
@@ -169,6 +177,29 @@ fn summary(report: &Report, now: Timestamp, all: bool) -> String {
     let nodes = sum(clusters.values().map(|(_, nodes)| *nodes));
     let counts = counts(members, nodes, sum(meshes.iter().map(|mesh| mesh.services)));
     format!("{} meshes: {}; {counts}{controller}", meshes.len(), states.join(", "))
+}
+
+/// What `--live` has read from all members. An entry counts for each mesh. Empty without `--live`.
+fn live_counts(meshes: &[MeshRow]) -> String {
+    let members = || meshes.iter().flat_map(|mesh| mesh.live.values());
+    let count = |number: usize| i64::try_from(number).unwrap_or(i64::MAX);
+    let answering = Share {
+        working: count(members().filter(|member| member.answers).count()),
+        total: count(members().count()),
+    };
+    let shares = [
+        (answering, "members answer"),
+        (sum(members().map(|member| member.nodes)), "Nodes registered"),
+        (sum(members().map(|member| member.peers)), "Peers as planned"),
+    ];
+    let shares = shares.into_iter().filter(|(share, _)| share.total > 0);
+    let texts: Vec<String> = shares
+        .map(|(Share { working, total }, what)| format!("{working}/{total} {what}"))
+        .collect();
+    match texts.is_empty() {
+        true => String::new(),
+        false => format!("; read now: {}", texts.join(", ")),
+    }
 }
 
 fn sum(shares: impl Iterator<Item = Share>) -> Share {

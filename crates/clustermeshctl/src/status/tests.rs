@@ -1,16 +1,20 @@
 //! Tests the report of `status` and its table.
 
+use clustermesh_core::status::Cause;
+use k8s_openapi::api::core::v1::Pod;
 use serde_json::{Value, json};
 
 use super::{
     fixture::{NOW, add_problem, broken, condition, healthy, make_unreachable, snapshot, time},
-    report::{Report, Severity},
+    live::{LiveMember, LiveMesh},
+    replicas::Replicas,
+    report::{Report, Severity, Share},
     snapshot::{Leader, Snapshot},
     table,
 };
 
 fn render(snapshot: &Snapshot, all: bool) -> String {
-    table::render(&Report::new(snapshot), time(NOW), all)
+    table::render(&Report::new(snapshot, None), time(NOW), all)
 }
 
 /// 50 meshes of the hub and one tenant each.
@@ -145,7 +149,7 @@ fn condition_without_listed_problem_is_shown_itself() {
     new["metadata"]["namespace"] = json!("bolt");
     let conditions = new["status"]["conditions"].as_array_mut().unwrap();
     conditions.push(condition("VersionsCompatible", "False", "KubernetesTooOld", since));
-    let report = Report::new(&snapshot([old, new]));
+    let report = Report::new(&snapshot([old, new]), None);
     let rows = |mesh: &str| -> Vec<(Severity, &str)> {
         let rows = report.problems.iter().filter(|row| row.mesh.as_deref() == Some(mesh));
         rows.map(|row| (row.severity, &*row.reason)).collect()
@@ -180,12 +184,100 @@ fn pause_quarantine_and_old_agents_are_healthy_notes() {
     let conditions = mesh["status"]["conditions"].as_array_mut().unwrap();
     conditions.push(condition("Paused", "True", "Paused", since));
     mesh["status"]["clusters"][1]["agents"]["outdated"] = json!(2);
-    let report = Report::new(&snapshot([mesh]));
+    let report = Report::new(&snapshot([mesh]), None);
     assert!(report.healthy);
     insta::assert_snapshot!(table::render(&report, time(NOW), false));
 }
 
 #[test]
+fn live_state_replaces_what_the_controller_reported() {
+    let mut mesh = broken();
+    make_unreachable(&mut mesh, "tenant-c", "2026-01-10T11:00:00Z");
+    let mut hub = snapshot([mesh]);
+    hub.controller = Some(Leader {
+        is_alive: false,
+        ..hub.controller.unwrap()
+    });
+    let pod = |name: &str, status: Value| json!({"metadata": {"name": name}, "status": status});
+    let ready = |status: &str| json!([{"type": "Ready", "status": status}]);
+    let waiting = json!([{"name": "c", "image": "", "imageID": "", "ready": false, "restartCount": 9, "state": {"waiting": {"reason": "CrashLoopBackOff"}}}]);
+    let pods: Vec<Pod> = [
+        pod("controller-0", json!({"conditions": ready("True")})),
+        pod(
+            "controller-1",
+            json!({"conditions": ready("False"), "containerStatuses": waiting}),
+        ),
+    ]
+    .map(|pod| serde_json::from_value(pod).unwrap())
+    .into();
+    hub.replicas = Some(Replicas::new(&pods));
+    let cause =
+        |reason, cluster: &str, message: &str| Cause::of_member("Degraded", reason, cluster, message.to_owned());
+    let member = |answers, peers: (i64, i64)| LiveMember {
+        answers,
+        nodes: Share { working: 3, total: 3 },
+        peers: Share {
+            working: peers.0,
+            total: peers.1,
+        },
+    };
+    let live = LiveMesh {
+        causes: vec![
+            // The controller reported it as MemberStale, so its start is known. It reads tenant-c no longer, which answers here.
+            Cause::of_member(
+                "Ready",
+                "MemberUnreachable",
+                "tenant-b",
+                "cluster \"tenant-b\": Unauthorized (401)".to_owned(),
+            ),
+            Cause {
+                to: Some("tenant-b".to_owned()),
+                ..cause("TunnelsDown", "mgmt", "3 of 9 tunnels are down")
+            },
+            cause("ObjectsDiffer", "tenant-a", "1 object(s) in it are not as planned"),
+        ],
+        members: [
+            ("mgmt".to_owned(), member(true, (9, 9))),
+            ("tenant-a".to_owned(), member(true, (8, 9))),
+            ("tenant-b".to_owned(), member(false, (0, 0))),
+        ]
+        .into(),
+    };
+    let live = [("acme/prod".to_owned(), live)].into();
+    let report = Report::new(&hub, Some(&live));
+    let short = table::render(&report, time(NOW), false);
+    assert!(short.lines().count() <= 10, "{short}");
+    let reasons: Vec<&str> = report.problems.iter().map(|row| &*row.reason).collect();
+    // NodesSkipped and Converging are not true any more; NoAgent and Unresolved are the controller's last word.
+    let want = [
+        "NoController",
+        "MemberStale",
+        "MemberUnreachable",
+        "NoAgent",
+        "TunnelsDown",
+        "Unresolved",
+        "ObjectsDiffer",
+        "AgentsOutdated",
+    ];
+    assert_eq!(reasons, want);
+    insta::assert_snapshot!(format!("{short}\n--all\n{}", table::render(&report, time(NOW), true)));
+}
+
+#[test]
+fn refused_mesh_is_not_compared_with_its_plan() {
+    let mut mesh = healthy("acme", &["tenant-a"]);
+    let message = "no --hub-namespace names this namespace";
+    add_problem(&mut mesh, ("Ready", "NamespaceNotAllowed"), ["", ""], NOW, message);
+    let live = LiveMesh {
+        causes: vec![Cause::of_member("Objects", "ObjectsDiffer", "tenant-a", String::new())],
+        ..LiveMesh::default()
+    };
+    let report = Report::new(&snapshot([mesh]), Some(&[("acme/prod".to_owned(), live)].into()));
+    let reasons: Vec<&str> = report.problems.iter().map(|row| &*row.reason).collect();
+    assert_eq!(reasons, ["NamespaceNotAllowed"]);
+}
+
+#[test]
 fn json_has_problems_and_counts() {
-    insta::assert_json_snapshot!(Report::new(&snapshot([broken()])));
+    insta::assert_json_snapshot!(Report::new(&snapshot([broken()]), None));
 }

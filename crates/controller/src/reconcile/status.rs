@@ -116,7 +116,7 @@ impl Reconciler {
             };
             let details = self.collect_details(pass, id, plan, object, &now);
             let broken = self.broken_links(id, plan);
-            gauges.extend(entry_gauges(pass, id, plan));
+            gauges.extend(entry_gauges(pass, id, plan, &details));
             let must_wait = self.must_wait(pass, id, plan);
             all_reported &= !must_wait;
             let report = (!must_wait).then(|| {
@@ -138,6 +138,7 @@ impl Reconciler {
                     details: &details,
                     broken: &broken,
                     pending: &find_pending(&loaded.mesh, &pass.plan, &pass.seen, &unwritten),
+                    now: &now,
                 })
             });
             let finalizer = self.finalizer_change(pass, loaded);
@@ -274,6 +275,7 @@ impl Reconciler {
                 MemberDetails {
                     is_fresh,
                     uid: seen.and_then(|seen| seen.uid.clone()),
+                    expiry: member.session.expiry(),
                     version: member.session.version(),
                     agents: seen.map(|_| {
                         let counts = feeds.count_agents(env!("CARGO_PKG_VERSION"));
@@ -403,7 +405,12 @@ fn outstanding_by_entry(pass: &Pass, id: &MeshId, plan: &MeshPlan) -> BTreeMap<(
     outstanding
 }
 
-fn entry_gauges(pass: &Pass, id: &MeshId, plan: &MeshPlan) -> Vec<EntryGauges> {
+fn entry_gauges(
+    pass: &Pass,
+    id: &MeshId,
+    plan: &MeshPlan,
+    details: &BTreeMap<String, MemberDetails>,
+) -> Vec<EntryGauges> {
     let gauges = plan.clusters.iter().map(|(cluster, report)| {
         let identity = plan.identities.get(cluster);
         let observation = identity.and_then(|identity| pass.seen.members.get(identity));
@@ -419,6 +426,9 @@ fn entry_gauges(pass: &Pass, id: &MeshId, plan: &MeshPlan) -> Vec<EntryGauges> {
             registered: report.registered,
             state: observation.map_or("Missing", Observation::state_name),
             skipped,
+            credentials_expire: details
+                .get(cluster)
+                .and_then(|details| Some(details.expiry?.expires.as_second())),
         }
     });
     gauges.collect()

@@ -89,6 +89,7 @@ fn row_of_a_member_not_observed_yet_keeps_its_values() {
         details: &details,
         broken: &[],
         pending: &BTreeSet::new(),
+        now: &meta::Time(k8s_openapi::jiff::Timestamp::UNIX_EPOCH),
     };
     let before = object.status.clone().expect("a status").clusters.remove(0);
     assert_eq!(cluster_row(&input, "a"), before);

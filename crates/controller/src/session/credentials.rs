@@ -3,7 +3,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use clustermesh_access::memory::Account;
+use clustermesh_access::{MemberClient, expiry::Expiry, memory::Account};
 use clustermesh_core::mesh::ClusterIdentity;
 use k8s_openapi::api::core::v1::Secret;
 use kube::{
@@ -25,7 +25,8 @@ pub(crate) enum Credentials {
     Pending,
     /// The credentials are missing or unusable. Contains the object, its field, and the remedy.
     Missing(String),
-    Ready(Client),
+    /// The client, and when its credentials expire, if they say it.
+    Ready(Client, Option<Expiry>),
 }
 
 /// An API server that has just started responds with 403 until it has loaded its RBAC roles. Until a 403 has lasted this long, the
@@ -52,7 +53,7 @@ pub(super) fn follow(
         context,
     } = identity.clone()
     else {
-        let (sender, receiver) = watch::channel(Credentials::Ready(hub.client.clone()));
+        let (sender, receiver) = watch::channel(Credentials::Ready(hub.client.clone(), None));
         // Keeps the sender, because without it `changed` of the receiver fails.
         tasks.spawn(async move { sender.closed().await });
         return receiver;
@@ -130,7 +131,7 @@ pub(super) fn follow(
                                 secret_name
                             ))
                         });
-                        tracing::info!(secret = %secret_name, usable = matches!(credentials, Credentials::Ready(_)), "kubeconfig read");
+                        tracing::info!(secret = %secret_name, usable = matches!(credentials, Credentials::Ready(..)), "kubeconfig read");
                         sender.send_replace(credentials);
                     }
                 }
@@ -148,13 +149,16 @@ async fn build_credentials(
     account: &Account,
 ) -> Result<Credentials, String> {
     let client = clustermesh_access::build_member_client(bytes, context, &hub.hosts, account).await;
-    client.map(Credentials::Ready).map_err(|unusable| {
-        tracing::debug!(
-            error = &unusable as &dyn std::error::Error,
-            "no client from the kubeconfig"
-        );
-        unusable.to_string()
-    })
+    match client {
+        Ok(MemberClient { client, expiry }) => Ok(Credentials::Ready(client, expiry)),
+        Err(unusable) => {
+            tracing::debug!(
+                error = &unusable as &dyn std::error::Error,
+                "no client from the kubeconfig"
+            );
+            Err(unusable.to_string())
+        }
+    }
 }
 
 #[cfg(test)]

@@ -3,6 +3,7 @@
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
+use clustermesh_access::expiry::Expiry;
 use k8s_openapi::api::core::v1::Namespace;
 use kube::{Api, Client};
 use tokio::{
@@ -24,12 +25,12 @@ const MAX_FAILURES: u32 = 2;
 /// was dropped.
 pub(super) async fn serve(
     shared: &Arc<Shared>,
-    client: &Client,
+    (client, expiry): (&Client, Option<Expiry>),
     writer: Writer,
     mut interest_receiver: watch::Receiver<Interest>,
 ) {
     shared.update_connection(|connection| {
-        connection.credentials = Credentials::Ready(client.clone());
+        connection.credentials = Credentials::Ready(client.clone(), expiry);
         connection.writer = Some(writer);
         connection.unresponsive = None;
         // The new client may reach another cluster, to which the old UID does not belong.

@@ -113,7 +113,7 @@ fn session(server: &Arc<Server>) -> (Session, tokio::task::AbortHandle) {
         fence: None,
         _end: Arc::new(CancellationToken::new().drop_guard()),
     };
-    let task = tokio::spawn(async move { serve::serve(&served, &client, writer, interest_receiver).await });
+    let task = tokio::spawn(async move { serve::serve(&served, (&client, None), writer, interest_receiver).await });
     let session = Session {
         shared,
         interest,

@@ -56,7 +56,7 @@ fn hub(denied: &Arc<AtomicBool>) -> Arc<Hub> {
 }
 
 fn are_usable(credentials: &mut watch::Receiver<Credentials>) -> bool {
-    matches!(&*credentials.borrow_and_update(), Credentials::Ready(_))
+    matches!(&*credentials.borrow_and_update(), Credentials::Ready(..))
 }
 
 #[tokio::test(start_paused = true)]
