@@ -8,20 +8,18 @@ use std::{
     },
 };
 
-use base64::{Engine, engine::general_purpose::STANDARD};
 use clustermesh_lab::{NAMESPACE, wait_until};
-use clustermesh_tests::test_env::{LATER, SOON, TestEnv};
-use kube::ResourceExt;
-use rcgen::{
-    BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
-    KeyUsagePurpose, SanType,
+use clustermesh_tests::{
+    https_server,
+    test_env::{LATER, SOON, TestEnv},
 };
+use kube::ResourceExt;
 use serde_json::json;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
-    net::{TcpListener, TcpStream},
+    net::TcpStream,
 };
-use tokio_rustls::{TlsAcceptor, rustls};
+use tokio_rustls::TlsAcceptor;
 
 use crate::sandbox;
 
@@ -112,15 +110,7 @@ impl Server {
     /// Listens in the network namespace of a host of the lab.
     fn start(env: &TestEnv, flood: Flood, port: u16, tls: &TlsAcceptor) -> Self {
         let address: SocketAddr = (ADDRESS.parse::<IpAddr>().unwrap(), port).into();
-        let netns = std::fs::File::open(env.lab.node("hostile").netns()).unwrap();
-        // A separate thread enters the namespace. The socket stays in the namespace in which it was created.
-        let listener = std::thread::spawn(move || {
-            nix::sched::setns(netns, nix::sched::CloneFlags::CLONE_NEWNET).unwrap();
-            std::net::TcpListener::bind(address).unwrap()
-        });
-        let listener = listener.join().unwrap();
-        listener.set_nonblocking(true).unwrap();
-        let (listener, tls) = (TcpListener::from_std(listener).unwrap(), tls.clone());
+        let (listener, tls) = (https_server::listen(&env.lab.node("hostile"), address), tls.clone());
         let floods = Arc::new(AtomicUsize::new(0));
         let counter = Arc::clone(&floods);
         tokio::spawn(async move {
@@ -163,46 +153,6 @@ async fn serve(flood: Flood, stream: TcpStream, tls: TlsAcceptor, floods: Arc<At
     stream.shutdown().await
 }
 
-/// The certificate of an authority, and the TLS acceptor of a server whose certificate this authority signed.
-fn tls() -> (String, TlsAcceptor) {
-    let name = |common: &str| {
-        let mut name = DistinguishedName::new();
-        name.push(DnType::CommonName, common);
-        name
-    };
-    let (ca_key, key) = (KeyPair::generate().unwrap(), KeyPair::generate().unwrap());
-    let mut ca = CertificateParams::default();
-    ca.distinguished_name = name("hostile-ca");
-    ca.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-    ca.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::DigitalSignature];
-    let ca_certificate = ca.self_signed(&ca_key).unwrap();
-    let mut server = CertificateParams::default();
-    server.distinguished_name = name("hostile");
-    server.subject_alt_names = vec![SanType::IpAddress(ADDRESS.parse().unwrap())];
-    server.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
-    let certificate = server.signed_by(&key, &Issuer::new(ca, ca_key)).unwrap();
-    let provider = Arc::new(rustls::crypto::ring::default_provider());
-    let config = rustls::ServerConfig::builder_with_provider(provider)
-        .with_safe_default_protocol_versions()
-        .unwrap()
-        .with_no_client_auth()
-        .with_single_cert(
-            vec![certificate.der().clone()],
-            rustls::pki_types::PrivateKeyDer::try_from(key.serialize_der()).unwrap(),
-        )
-        .unwrap();
-    (ca_certificate.pem(), TlsAcceptor::from(Arc::new(config)))
-}
-
-fn kubeconfig(address: SocketAddr, ca: &str) -> String {
-    let ca = STANDARD.encode(ca);
-    format!(
-        "apiVersion: v1\nkind: Config\ncurrent-context: c\ncontexts:\n- name: c\n  context: {{cluster: k, user: u}}\n\
-         clusters:\n- name: k\n  cluster:\n    server: https://{address}\n    certificate-authority-data: {ca}\n\
-         users:\n- name: u\n  user:\n    token: t\n"
-    )
-}
-
 /// A shell line that moves its process into a cgroup with this memory limit and execs the program in its arguments. As in
 /// a pod, the kernel kills a process that exceeds the limit. Without a usable cgroup, `ulimit` sets the limit. Also returns the
 /// cgroup's directory, which the caller removes.
@@ -232,7 +182,7 @@ async fn endless_responses_do_not_exhaust_memory_or_delay_quarantine() {
         env.create_node(name, m, 1).await;
     }
     env.lab.add_host("hostile", ADDRESS.parse().unwrap()).await.unwrap();
-    let (ca, tls) = tls();
+    let (ca, tls) = https_server::tls(ADDRESS.parse().unwrap());
     let servers: Vec<Server> = (Flood::ALL.iter().zip(7001..))
         .map(|(flood, port)| Server::start(&env, *flood, port, &tls))
         .collect();
@@ -240,7 +190,8 @@ async fn endless_responses_do_not_exhaust_memory_or_delay_quarantine() {
     for (server, m) in servers.iter().zip(11..) {
         let name = server.flood.name();
         let secret = format!("{name}-kubeconfig");
-        env.write_secret(&name, &kubeconfig(server.address, &ca)).await;
+        env.write_secret(&name, &https_server::kubeconfig(server.address, &ca, "t"))
+            .await;
         let entry = json!({
             "name": name, "kubeconfigSecretRef": {"name": secret},
             "allowedNetworks": [format!("10.{m}.0.0/16"), format!("100.64.{m}.0/24")],

@@ -4,7 +4,9 @@
 pub mod agent;
 pub mod attacker;
 pub mod contract;
+pub mod https_server;
 pub mod kubeconfig;
+pub mod member_proxy;
 pub mod netns;
 pub mod pair;
 pub mod path;
