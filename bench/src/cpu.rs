@@ -44,11 +44,20 @@ impl Cpu {
 
 /// Resident memory of a process in bytes (`VmRSS`, proc_pid_status(5)).
 pub(crate) fn resident(pid: u32) -> anyhow::Result<u64> {
+    memory(pid, "VmRSS:")
+}
+
+/// The highest resident memory of a process so far in bytes (`VmHWM`).
+pub(crate) fn peak_resident(pid: u32) -> anyhow::Result<u64> {
+    memory(pid, "VmHWM:")
+}
+
+fn memory(pid: u32, field: &str) -> anyhow::Result<u64> {
     let path = format!("/proc/{pid}/status");
     let status = fs::read_to_string(&path).with_context(|| format!("read {path}: has the program ended?"))?;
-    resident_kilobytes(&status)
+    kilobytes(&status, field)
         .map(|kilobytes| kilobytes * 1024)
-        .with_context(|| format!("{path} has no VmRSS"))
+        .with_context(|| format!("{path} has no {field}"))
 }
 
 /// user + nice + system + irq + softirq + steal of the line `cpu` (proc_stat(5)), without idle and iowait. user already contains guest.
@@ -66,8 +75,8 @@ fn process_ticks(stat: &str) -> Option<u64> {
     Some(words.get(11)?.parse::<u64>().ok()? + words.get(12)?.parse::<u64>().ok()?)
 }
 
-fn resident_kilobytes(status: &str) -> Option<u64> {
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
+fn kilobytes(status: &str, field: &str) -> Option<u64> {
+    let line = status.lines().find_map(|line| line.strip_prefix(field))?;
     line.trim().strip_suffix(" kB")?.parse().ok()
 }
 
@@ -83,6 +92,6 @@ mod tests {
         );
         let stat = "42 (a) b (c) S 1 42 42 0 -1 4194560 100 0 0 0 77 23 5 6 20 0 9 0 1 2 3";
         assert_eq!(process_ticks(stat), Some(100));
-        assert_eq!(resident_kilobytes("Name:\tx\nVmRSS:\t    1234 kB\n"), Some(1234));
+        assert_eq!(kilobytes("Name:\tx\nVmRSS:\t    1234 kB\n", "VmRSS:"), Some(1234));
     }
 }

@@ -1,10 +1,10 @@
 //! The benchmarks, which `cargo xtask bench` runs. They print figures for people, and assert nothing.
 #![forbid(unsafe_code)]
 
-mod churn;
 mod compared_programs;
 mod cpu;
 mod dataplane;
+mod events;
 mod kernel;
 mod load;
 mod plan;
@@ -30,10 +30,11 @@ struct Cli {
 
 #[derive(Debug, clap::Subcommand)]
 enum Bench {
-    /// Measure how fast the controller follows Nodes that change all the time, and what that costs, on real API servers.
-    Churn(churn::Args),
     /// Compare throughput, latency, packet rate, CPU and memory of our userspace device with other programs, in the same namespaces.
     Dataplane(dataplane::Args),
+    /// Measure on real API servers how fast the controller creates the Peers of a new mesh and follows changed Nodes, what that costs, and
+    /// whether members that misbehave delay the others.
+    Events(events::Args),
     /// Compare wg-agent with the kernel backend to WireGuard configured by hand, on this machine's kernel. `dataplane --vm` runs this in
     /// the virtual machine.
     Kernel(kernel::Args),
@@ -50,8 +51,8 @@ enum Bench {
 
 fn main() -> anyhow::Result<()> {
     match Cli::parse().bench {
-        Bench::Churn(args) => churn::run(&args),
         Bench::Dataplane(args) => dataplane::run(&args),
+        Bench::Events(args) => events::run(&args),
         Bench::Kernel(args) => kernel::run(&args),
         Bench::Plan(args) => plan::run(&args),
         Bench::Policy(args) => policy::run(&args),

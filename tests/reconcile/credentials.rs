@@ -11,7 +11,8 @@ use std::{
 use base64::{Engine, engine::general_purpose::STANDARD};
 use clustermesh_lab::{NAMESPACE, Node as Machine, Running, wait_until};
 use clustermesh_tests::{
-    faulty::{Fault, FaultyApi, listen},
+    faulty::{Fault, FaultyApi},
+    https_server::listen,
     test_env::{LATER, SOON, TestEnv},
 };
 use k8s_openapi::api::core::v1::Secret;

@@ -8,15 +8,17 @@ use std::{
     },
 };
 
-use base64::{Engine, engine::general_purpose::STANDARD};
 use clustermesh_lab::{NAMESPACE, wait_until};
 use clustermesh_tests::{
-    faulty::{ServerTls, listen, read_head},
+    https_server,
     test_env::{LATER, SOON, TestEnv},
 };
 use kube::ResourceExt;
 use serde_json::json;
-use tokio::{io::AsyncWriteExt, net::TcpStream};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
+};
 use tokio_rustls::TlsAcceptor;
 
 use crate::sandbox;
@@ -108,7 +110,7 @@ impl Server {
     /// Listens in the network namespace of a host of the lab.
     fn start(env: &TestEnv, flood: Flood, port: u16, tls: &TlsAcceptor) -> Self {
         let address: SocketAddr = (ADDRESS.parse::<IpAddr>().unwrap(), port).into();
-        let (listener, tls) = (listen(&env.lab.node("hostile"), address), tls.clone());
+        let (listener, tls) = (https_server::listen(&env.lab.node("hostile"), address), tls.clone());
         let floods = Arc::new(AtomicUsize::new(0));
         let counter = Arc::clone(&floods);
         tokio::spawn(async move {
@@ -123,7 +125,11 @@ impl Server {
 /// Answers the first request of a connection; an endless response ends when the client stops reading.
 async fn serve(flood: Flood, stream: TcpStream, tls: TlsAcceptor, floods: Arc<AtomicUsize>) -> std::io::Result<()> {
     let mut stream = tls.accept(stream).await?;
-    let head = read_head(&mut stream).await?;
+    let mut head = Vec::new();
+    while !head.ends_with(b"\r\n\r\n") {
+        head.push(stream.read_u8().await?);
+    }
+    let head = String::from_utf8_lossy(&head).into_owned();
     let (status, begin, repeat) = flood.response(head.split(' ').nth(1).unwrap_or_default());
     let start = format!("HTTP/1.1 {status} X\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n{begin}");
     stream.write_all(start.as_bytes()).await?;
@@ -145,15 +151,6 @@ async fn serve(flood: Flood, stream: TcpStream, tls: TlsAcceptor, floods: Arc<At
         }
     }
     stream.shutdown().await
-}
-
-fn kubeconfig(address: SocketAddr, ca: &str) -> String {
-    let ca = STANDARD.encode(ca);
-    format!(
-        "apiVersion: v1\nkind: Config\ncurrent-context: c\ncontexts:\n- name: c\n  context: {{cluster: k, user: u}}\n\
-         clusters:\n- name: k\n  cluster:\n    server: https://{address}\n    certificate-authority-data: {ca}\n\
-         users:\n- name: u\n  user:\n    token: t\n"
-    )
 }
 
 /// A shell line that moves its process into a cgroup with this memory limit and execs the program in its arguments. As in
@@ -185,7 +182,7 @@ async fn endless_responses_do_not_exhaust_memory_or_delay_quarantine() {
         env.create_node(name, m, 1).await;
     }
     env.lab.add_host("hostile", ADDRESS.parse().unwrap()).await.unwrap();
-    let ServerTls { ca, acceptor: tls } = ServerTls::new(ADDRESS.parse().unwrap());
+    let (ca, tls) = https_server::tls(ADDRESS.parse().unwrap());
     let servers: Vec<Server> = (Flood::ALL.iter().zip(7001..))
         .map(|(flood, port)| Server::start(&env, *flood, port, &tls))
         .collect();
@@ -193,7 +190,8 @@ async fn endless_responses_do_not_exhaust_memory_or_delay_quarantine() {
     for (server, m) in servers.iter().zip(11..) {
         let name = server.flood.name();
         let secret = format!("{name}-kubeconfig");
-        env.write_secret(&name, &kubeconfig(server.address, &ca)).await;
+        env.write_secret(&name, &https_server::kubeconfig(server.address, &ca, "t"))
+            .await;
         let entry = json!({
             "name": name, "kubeconfigSecretRef": {"name": secret},
             "allowedNetworks": [format!("10.{m}.0.0/16"), format!("100.64.{m}.0/24")],

@@ -13,16 +13,14 @@ use std::{
 use base64::{Engine, engine::general_purpose::STANDARD};
 use clustermesh_lab::{Cluster, Node as Machine};
 use kube::config::Kubeconfig;
-use rcgen::{
-    BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
-    KeyUsagePurpose, SanType,
-};
 use tokio::{
     io::{AsyncRead, AsyncReadExt, AsyncWriteExt},
-    net::{TcpListener, TcpStream},
+    net::TcpStream,
     sync::watch,
 };
 use tokio_rustls::{TlsAcceptor, TlsConnector, rustls};
+
+use crate::https_server;
 
 /// What the proxy does instead of forwarding a request and its response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -64,61 +62,21 @@ impl Requests {
 }
 
 /// A certificate authority, and the TLS acceptor of a server whose certificate it signed.
-pub struct ServerTls {
+struct ServerTls {
     /// The authority's certificate as PEM.
-    pub ca: String,
-    pub acceptor: TlsAcceptor,
+    ca: String,
+    acceptor: TlsAcceptor,
 }
 
 impl ServerTls {
-    pub fn new(address: std::net::IpAddr) -> Self {
-        let name = |common: &str| {
-            let mut name = DistinguishedName::new();
-            name.push(DnType::CommonName, common);
-            name
-        };
-        let (ca_key, key) = (KeyPair::generate().unwrap(), KeyPair::generate().unwrap());
-        let mut ca = CertificateParams::default();
-        ca.distinguished_name = name("faulty-ca");
-        ca.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        ca.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::DigitalSignature];
-        let ca_certificate = ca.self_signed(&ca_key).unwrap();
-        let mut server = CertificateParams::default();
-        server.distinguished_name = name("faulty");
-        server.subject_alt_names = vec![SanType::IpAddress(address)];
-        server.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
-        let certificate = server.signed_by(&key, &Issuer::new(ca, ca_key)).unwrap();
-        let config = rustls::ServerConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
-            .with_safe_default_protocol_versions()
-            .unwrap()
-            .with_no_client_auth()
-            .with_single_cert(
-                vec![certificate.der().clone()],
-                rustls::pki_types::PrivateKeyDer::try_from(key.serialize_der()).unwrap(),
-            )
-            .unwrap();
-        Self {
-            ca: ca_certificate.pem(),
-            acceptor: TlsAcceptor::from(Arc::new(config)),
-        }
+    fn new(address: std::net::IpAddr) -> Self {
+        let (ca, acceptor) = https_server::tls(address);
+        Self { ca, acceptor }
     }
 }
 
-/// Listens in the network namespace of a host of the lab.
-pub fn listen(host: &Machine<'_>, address: SocketAddr) -> TcpListener {
-    let netns = std::fs::File::open(host.netns()).unwrap();
-    // A separate thread enters the namespace. The socket stays in the namespace in which it was created.
-    let listener = std::thread::spawn(move || {
-        nix::sched::setns(netns, nix::sched::CloneFlags::CLONE_NEWNET).unwrap();
-        std::net::TcpListener::bind(address).unwrap()
-    });
-    let listener = listener.join().unwrap();
-    listener.set_nonblocking(true).unwrap();
-    TcpListener::from_std(listener).unwrap()
-}
-
 /// Reads the head of an HTTP request.
-pub async fn read_head(stream: &mut (impl AsyncRead + Unpin)) -> io::Result<String> {
+async fn read_head(stream: &mut (impl AsyncRead + Unpin)) -> io::Result<String> {
     let mut head = Vec::new();
     while !head.ends_with(b"\r\n\r\n") {
         head.push(stream.read_u8().await?);
@@ -146,7 +104,7 @@ impl FaultyApi {
     /// Listens on a host of the lab, and forwards to the API server of `cluster`.
     pub fn start(host: &Machine<'_>, port: u16, cluster: &Cluster<'_>) -> Self {
         let address = SocketAddr::new(host.address(), port);
-        let listener = listen(host, address);
+        let listener = https_server::listen(host, address);
         let upstream = Kubeconfig::from_yaml(&cluster.kubeconfig().unwrap()).unwrap();
         let upstream = upstream.clusters[0].cluster.clone().unwrap();
         let ca = STANDARD.decode(upstream.certificate_authority_data.unwrap()).unwrap();

@@ -6,6 +6,7 @@ use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 use base64::{Engine, engine::general_purpose::STANDARD};
 use clustermesh_api::{mesh::ClusterMesh, names, peer::Peer};
 use clustermesh_lab::{Cluster, Lab, LabPlan, NAMESPACE, Node as Machine, Running, wait_until};
+use futures::{StreamExt, stream};
 use k8s_openapi::api::core::v1::Node;
 use kube::{
     Api, Client, ResourceExt,
@@ -80,10 +81,12 @@ impl TestEnv {
             lab,
             names: names.clone(),
         };
-        for (index, name) in names.iter().enumerate() {
+        let installs = names.iter().enumerate().map(async |(index, name)| {
             env.install_peer_crds(name).await;
             env.create_account(name, index == 0).await;
-        }
+        });
+        // A few at a time: each runs kubectl several times.
+        stream::iter(installs).buffer_unordered(4).collect::<()>().await;
         env.hub().apply(&crd("clustermeshes")).await.unwrap();
         env.wait_for_crds(env.hub_name(), &["clustermeshes"]).await;
         for name in &names[1..] {
@@ -166,9 +169,8 @@ impl TestEnv {
             .unwrap();
     }
 
-    /// A kubeconfig for the controller's ServiceAccount with a new token, for use on the underlay.
-    pub async fn kubeconfig(&self, name: &str) -> String {
-        let cluster = self.lab.cluster(name);
+    /// A new token of the controller's ServiceAccount.
+    pub async fn token(&self, name: &str) -> String {
         let words = [
             "-n",
             NAMESPACE,
@@ -177,7 +179,13 @@ impl TestEnv {
             "clustermesh-controller",
             "--duration=24h",
         ];
-        let token = cluster.kubectl(words).await.unwrap().stdout.trim().to_owned();
+        let token = self.lab.cluster(name).kubectl(words).await;
+        token.unwrap().stdout.trim().to_owned()
+    }
+
+    /// A kubeconfig for the controller's ServiceAccount with a new token, for use on the underlay.
+    pub async fn kubeconfig(&self, name: &str) -> String {
+        let (cluster, token) = (self.lab.cluster(name), self.token(name).await);
         let inside = cluster.inside_kubeconfig().unwrap();
         let ca = inside
             .lines()
@@ -266,7 +274,8 @@ impl TestEnv {
         self.controller_host().spawn("controller", words).unwrap()
     }
 
-    async fn controller_command(&self, hub: &str, replica: &str, port: u16, hub_namespace: &str) -> Vec<String> {
+    /// The command line of a controller for this hub.
+    pub async fn controller_command(&self, hub: &str, replica: &str, port: u16, hub_namespace: &str) -> Vec<String> {
         self.command_with_kubeconfig(&self.kubeconfig(hub).await, replica, port, hub_namespace)
     }
 
@@ -327,23 +336,7 @@ impl TestEnv {
     /// Like [`Self::create_node`], after `change` has changed the object.
     pub async fn create_changed_node(&self, cluster: &str, (m, n): (u8, u8), change: impl FnOnce(&mut Value)) -> Node {
         let nodes: Api<Node> = Api::all(self.client(cluster).await);
-        let mut node = json!({
-            "metadata": {"name": format!("{cluster}-{n}"), "annotations": {
-                names::KILO_KEY: key(m, n),
-                names::KILO_WIREGUARD_IP: format!("100.64.{m}.{n}/24"),
-                names::KILO_ENDPOINT: format!("198.51.{m}.{n}:51820"),
-                names::KILO_INTERNAL_IP: format!("198.51.{m}.{n}/32"),
-                names::KILO_GRANULARITY: "full",
-                names::NODE_AGENT: json!({
-                    "version": env!("CARGO_PKG_VERSION"), "backend": "userspace", "mode": "full", "mtu": 1420,
-                }).to_string(),
-            }},
-            "spec": {"podCIDR": format!("10.{m}.{n}.0/24"), "podCIDRs": [format!("10.{m}.{n}.0/24")]},
-            "status": {
-                "addresses": [{"type": "InternalIP", "address": format!("198.51.{m}.{n}")}],
-                "conditions": [{"type": "Ready", "status": "True", "lastHeartbeatTime": null, "lastTransitionTime": null}],
-            },
-        });
+        let mut node = node(cluster, m, n);
         change(&mut node);
         // The API server ignores the status of a new Node.
         let status = json!({"status": node["status"]});
@@ -475,6 +468,27 @@ impl TestEnv {
         }
         versions
     }
+}
+
+/// A Ready Node with the annotations of wg-agent, as [`TestEnv::create_node`] creates it.
+pub fn node(cluster: &str, m: u8, n: u8) -> Value {
+    json!({
+        "metadata": {"name": format!("{cluster}-{n}"), "annotations": {
+            names::KILO_KEY: key(m, n),
+            names::KILO_WIREGUARD_IP: format!("100.64.{m}.{n}/24"),
+            names::KILO_ENDPOINT: format!("198.51.{m}.{n}:51820"),
+            names::KILO_INTERNAL_IP: format!("198.51.{m}.{n}/32"),
+            names::KILO_GRANULARITY: "full",
+            names::NODE_AGENT: json!({
+                "version": env!("CARGO_PKG_VERSION"), "backend": "userspace", "mode": "full", "mtu": 1420,
+            }).to_string(),
+        }},
+        "spec": {"podCIDR": format!("10.{m}.{n}.0/24"), "podCIDRs": [format!("10.{m}.{n}.0/24")]},
+        "status": {
+            "addresses": [{"type": "InternalIP", "address": format!("198.51.{m}.{n}")}],
+            "conditions": [{"type": "Ready", "status": "True", "lastHeartbeatTime": null, "lastTransitionTime": null}],
+        },
+    })
 }
 
 /// The public key of node `n` of member `m`.

@@ -12,6 +12,7 @@ mod leftovers;
 #[cfg(test)]
 mod links;
 mod manifests;
+mod soak;
 mod test;
 mod threats;
 mod versions;
@@ -45,6 +46,9 @@ enum Command {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         words: Vec<OsString>,
     },
+    /// Run two replicas of the controller on real API servers, with changing nodes and random faults, and check at the end that every
+    /// member is as planned and that nothing was deleted without a reason.
+    Soak(soak::Args),
     /// Install the packages that this machine lacks (Debian, Ubuntu), or list them.
     Prereq(prereq::Prereq),
     /// Build the lab's programs into the cache: etcd, Kubernetes, containerd, runc, CNI plugins, CoreDNS, wireguard-go.
@@ -79,6 +83,7 @@ fn main() -> anyhow::Result<()> {
         Command::Test(args) => test::run(&args),
         Command::Fuzz(args) => fuzz::run(&args),
         Command::Bench { words } => bench(&words),
+        Command::Soak(args) => soak::run(&args),
         Command::Prereq(args) => prereq::run(&args),
         Command::Tools => tools::run(),
         Command::Vm(args) => vm::run(args),
