@@ -15,7 +15,7 @@ use std::{
 use anyhow::Context;
 use clustermesh_lab::Running;
 use clustermesh_tests::{
-    member_proxy::{Fault, MemberProxy},
+    faulty::{Fault, FaultyApi},
     test_env::{LATER, TestEnv},
 };
 use futures::{StreamExt, TryStreamExt, stream};
@@ -93,7 +93,7 @@ struct Bench {
     /// A client for each member, the hub first.
     clients: Vec<Client>,
     nodes: u16,
-    proxies: Vec<(Fault, MemberProxy)>,
+    proxies: Vec<(Fault, FaultyApi)>,
 }
 
 impl Bench {
@@ -122,8 +122,8 @@ impl Bench {
         let host = self.env.lab.node("proxies");
         for (fault, (port, index)) in faults.iter().zip((7001..).zip((0..self.clients.len()).rev())) {
             let member = self.env.lab.cluster(&name(index));
-            let proxy = MemberProxy::start(&host, (PROXIES, port).into(), &member).await;
-            let kubeconfig = proxy.kubeconfig(&self.env.token(&name(index)).await);
+            let proxy = FaultyApi::start(&host, port, &member).await;
+            let kubeconfig = proxy.kubeconfig(&self.env.kubeconfig(&name(index)).await);
             self.env.write_secret(&name(index), &kubeconfig).await;
             self.proxies.push((*fault, proxy));
         }
@@ -277,7 +277,7 @@ async fn measure(args: &Args) -> anyhow::Result<()> {
     println!("{}", undisturbed.row("all work"));
     if !bench.proxies.is_empty() {
         for (fault, proxy) in &bench.proxies {
-            proxy.set_fault(Some(*fault));
+            proxy.set(Some(*fault));
         }
         tokio::time::sleep(SETTLE).await;
         let first_port = FIRST_PORT + args.rate * args.seconds;

@@ -182,7 +182,7 @@ async fn hostile_kubeconfigs_are_named_and_never_dialled() {
         count_connections(&controller_host, "127.0.0.1:7002"),
         count_connections(&controller_host, "169.254.169.254:7003"),
     ];
-    let proxy = FaultyApi::start(&host, 7004, &env.lab.cluster("tenant-a"));
+    let proxy = FaultyApi::start(&host, 7004, &env.lab.cluster("tenant-a")).await;
     let original = env.kubeconfig("tenant-a").await;
     env.write_secret("tenant-a", &proxy.kubeconfig(&original)).await;
     let hostile = hostile_kubeconfigs(&env);
@@ -277,12 +277,12 @@ async fn usable_kubeconfigs_are_changed_in_place(env: &TestEnv, proxy: &FaultyAp
     until_tenant(env, None, value).await;
     let before = versions(env).await;
 
-    proxy.set(Fault::OtherAuthority);
+    proxy.set(Some(Fault::OtherAuthority));
     until_tenant(env, Some("does not answer"), value).await;
     env.write_secret("tenant-a", &proxy.kubeconfig_with_other_authority(original))
         .await;
     until_tenant(env, None, value).await;
-    proxy.set(Fault::None);
+    proxy.set(None);
 
     env.write_secret("tenant-a", "[").await;
     until_tenant(env, Some("does not parse"), value).await;
@@ -294,7 +294,7 @@ async fn usable_kubeconfigs_are_changed_in_place(env: &TestEnv, proxy: &FaultyAp
     env.lab.cluster("tenant-a").kubectl(account("delete")).await.unwrap();
     env.lab.cluster("tenant-a").kubectl(account("create")).await.unwrap();
     wait_until("the token to be refused", LATER, async || {
-        proxy.set(Fault::None);
+        proxy.set(None);
         let problems = env.get_mesh().await.unwrap().status.unwrap().problems;
         let is_refused = |message: &str| message.contains("(401): renew the kubeconfig in the Secret");
         tokio::time::sleep(std::time::Duration::from_secs(1)).await;

@@ -12,7 +12,7 @@ use clustermesh_tests::{
 use crate::writes::until_passes;
 
 /// How long a slow hub takes to answer.
-const SLOW: Fault = Fault::Delay(Duration::from_secs(4));
+const SLOW: Fault = Fault::Slow(Duration::from_secs(4));
 const CLUSTERS: [&str; 3] = ["mgmt", "tenant-a", "tenant-b"];
 
 async fn until_page_contains(env: &TestEnv, controller: &Running, text: &str) {
@@ -62,12 +62,12 @@ async fn members_follow_while_the_hub_is_slow_or_refuses_writes() {
         .add_host("proxy", "172.30.1.201".parse().unwrap())
         .await
         .unwrap();
-    let hub = FaultyApi::start(&host, 7001, &env.hub());
+    let hub = FaultyApi::start(&host, 7001, &env.hub()).await;
     let kubeconfig = hub.kubeconfig(&env.kubeconfig("mgmt").await);
     env.apply_mesh(&env.mesh()).await;
 
     // A controller that starts while the hub is slow becomes the leader, and writes into all clusters.
-    hub.set(SLOW);
+    hub.set(Some(SLOW));
     let mut controller = env.spawn_controller_with_kubeconfig(&kubeconfig);
     env.until_condition("Ready", "True/Meshed", LATER).await;
     assert!(
@@ -81,10 +81,10 @@ async fn members_follow_while_the_hub_is_slow_or_refuses_writes() {
     refused_status_is_named(&env, &controller, &hub).await;
 
     // Without an answer, the members are served on.
-    hub.set(Fault::Closed);
+    hub.set(Some(Fault::Closed));
     until_page_contains(&env, &controller, "but: lease: the hub does not answer").await;
     new_node_reaches_other_member(&env, 5).await;
-    hub.set(Fault::None);
+    hub.set(None);
     until_registered(&env, 7).await;
     wait_until("no remark in /readyz", LATER, async || {
         match env.page("/readyz").await {
@@ -118,7 +118,7 @@ async fn until_registered(env: &TestEnv, nodes: i64) {
 
 /// Reads work while the hub refuses each write of a status.
 async fn refused_status_is_named(env: &TestEnv, controller: &Running, hub: &FaultyApi) {
-    hub.set(Fault::Status(Requests::Status, 403));
+    hub.set(Some(Fault::Status(Requests::Status, 403)));
     new_node_reaches_other_member(env, 3).await;
     until_page_contains(
         env,
@@ -140,12 +140,12 @@ async fn refused_status_is_named(env: &TestEnv, controller: &Running, hub: &Faul
     .await
     .unwrap();
     env.create_node("tenant-b", 3, 1).await;
-    hub.set(Fault::Status(Requests::Status, 409));
+    hub.set(Some(Fault::Status(Requests::Status, 409)));
     until_passes(env, 4).await;
     until_page_contains(env, controller, "the hub refuses the status of a ClusterMesh (409)").await;
-    hub.set(Fault::Status(Requests::Status, 500));
+    hub.set(Some(Fault::Status(Requests::Status, 500)));
     new_node_reaches_other_member(env, 4).await;
     until_page_contains(env, controller, "the hub refuses the status of a ClusterMesh (500)").await;
-    hub.set(Fault::None);
+    hub.set(None);
     until_registered(env, 6).await;
 }

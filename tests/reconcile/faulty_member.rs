@@ -35,7 +35,7 @@ const NO_KUBERNETES: &str = "its API server answers something that is not Kubern
 /// The cases of each faulty member, one after another. The members have their faults at the same time.
 const CASES: [&[Case]; 3] = [
     &[
-        (Fault::Delay(Duration::from_secs(30)), "MemberStale", NO_ANSWER),
+        (Fault::Slow(Duration::from_secs(30)), "MemberStale", NO_ANSWER),
         (
             Fault::Status(Requests::All, 429),
             "MemberStale",
@@ -72,7 +72,7 @@ const CASES: [&[Case]; 3] = [
         ),
     ],
     &[
-        (Fault::Truncated, "MemberStale", NO_KUBERNETES),
+        (Fault::NotJson, "MemberStale", NO_KUBERNETES),
         (
             Fault::Status(Requests::All, 403),
             "MemberStale",
@@ -149,7 +149,7 @@ fn lines(controller: &Running) -> usize {
 async fn cases(env: &TestEnv, controller: &Running, proxy: &FaultyApi, member: &str, cases: &[Case], port: &AtomicU16) {
     for (fault, reason, text) in cases {
         let before = lines(controller);
-        proxy.set(*fault);
+        proxy.set(Some(*fault));
         // A write into the faulty member is due.
         others_follow(env, port).await;
         let problem = until_problem(env, member, Some((reason, text))).await.unwrap();
@@ -160,7 +160,7 @@ async fn cases(env: &TestEnv, controller: &Running, proxy: &FaultyApi, member: &
         );
         // The cases of the other members write into the same log.
         assert!(lines <= FAULTY.len() * MAX_LINES, "{fault:?}: {lines} lines");
-        proxy.set(Fault::None);
+        proxy.set(None);
         until_problem(env, member, None).await;
     }
 }
@@ -179,7 +179,7 @@ async fn each_fault_of_a_member_is_named_and_hurts_no_other() {
         .unwrap();
     let mut proxies = Vec::new();
     for (member, port) in FAULTY.into_iter().zip(7001..) {
-        let proxy = FaultyApi::start(&host, port, &env.lab.cluster(member));
+        let proxy = FaultyApi::start(&host, port, &env.lab.cluster(member)).await;
         env.write_secret(member, &proxy.kubeconfig(&env.kubeconfig(member).await))
             .await;
         proxies.push(proxy);
@@ -215,7 +215,7 @@ async fn flapping_member_is_named(env: &TestEnv, controller: &Running, proxy: &F
     let before = lines(controller);
     let flap = async {
         loop {
-            for fault in [Fault::Closed, Fault::None] {
+            for fault in [Some(Fault::Closed), None] {
                 proxy.set(fault);
                 tokio::time::sleep(Duration::from_secs(1)).await;
             }
@@ -237,14 +237,14 @@ async fn flapping_member_is_named(env: &TestEnv, controller: &Running, proxy: &F
     let lines = lines(controller) - before;
     println!("flapping: {lines} lines");
     assert!(lines <= MAX_LINES, "{lines} lines");
-    proxy.set(Fault::None);
+    proxy.set(None);
     until_problem(env, FAULTY[0], None).await;
 }
 
 /// A second mesh has a member of 1,000 nodes, and another one that refuses their Peers and their PeerPolicy.
 async fn thousand_refused_objects_are_one_problem(env: &TestEnv, controller: &Running, proxy: &FaultyApi) {
     let before = lines(controller);
-    proxy.set(Fault::Status(Requests::Writes, 422));
+    proxy.set(Some(Fault::Status(Requests::Writes, 422)));
     let numbers = (100..105).flat_map(|m| (0..200).map(move |n| (m, n)));
     let nodes = stream::iter(numbers).map(|(m, n)| {
         let name = json!(format!("crowd-{m}-{n}"));

@@ -15,7 +15,7 @@ use base64::{Engine, engine::general_purpose::STANDARD};
 use clustermesh_api::{mesh::ClusterMesh, names, peer::Peer};
 use clustermesh_lab::{NAMESPACE, Running};
 use clustermesh_tests::{
-    member_proxy::MemberProxy,
+    faulty::FaultyApi,
     test_env::{self, TestEnv},
 };
 use k8s_openapi::api::{coordination::v1::Lease, core::v1::Node, core::v1::Secret};
@@ -38,7 +38,7 @@ pub(crate) const STABLE_NODES: u8 = 3;
 /// All nodes of a cluster.
 pub(crate) const NODES: u8 = 8;
 /// Tokens of the controller in each member, which take turns when the Secret is written.
-const TOKENS: usize = 6;
+const KUBECONFIGS: usize = 6;
 /// The timeout of each request.
 const TIMEOUT: Duration = Duration::from_secs(5);
 /// How long [`Clusters::until_done`] tries.
@@ -64,8 +64,8 @@ struct Spec {
 pub(crate) struct Clusters {
     pub(crate) env: TestEnv,
     clients: BTreeMap<&'static str, Client>,
-    pub(crate) proxies: BTreeMap<&'static str, MemberProxy>,
-    tokens: BTreeMap<&'static str, Vec<String>>,
+    pub(crate) proxies: BTreeMap<&'static str, FaultyApi>,
+    kubeconfigs: BTreeMap<&'static str, Vec<String>>,
     written_secrets: AtomicUsize,
     pub(crate) replicas: [AsyncMutex<Replica>; 2],
     spec: AsyncMutex<Spec>,
@@ -83,7 +83,7 @@ impl Clusters {
         let env = TestEnv::start(&CLUSTERS).await;
         env.lab.add_host("proxies", "172.30.1.202".parse()?).await?;
         env.lab.add_host("other-controller", "172.30.1.201".parse()?).await?;
-        let (mut clients, mut proxies, mut tokens) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
+        let (mut clients, mut proxies, mut kubeconfigs) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
         for (m, cluster) in (1..).zip(CLUSTERS) {
             clients.insert(cluster, env.client(cluster).await);
             for n in 1..=STABLE_NODES {
@@ -91,11 +91,10 @@ impl Clusters {
             }
         }
         for (port, tenant) in (7001..).zip(TENANTS) {
-            let address = ([172, 30, 1, 202], port).into();
-            let proxy = MemberProxy::start(&env.lab.node("proxies"), address, &env.lab.cluster(tenant)).await;
-            let of_tenant: &mut Vec<String> = tokens.entry(tenant).or_default();
-            for _ in 0..TOKENS {
-                of_tenant.push(env.token(tenant).await);
+            let proxy = FaultyApi::start(&env.lab.node("proxies"), port, &env.lab.cluster(tenant)).await;
+            let of_tenant: &mut Vec<String> = kubeconfigs.entry(tenant).or_default();
+            for _ in 0..KUBECONFIGS {
+                of_tenant.push(env.kubeconfig(tenant).await);
             }
             env.write_secret(tenant, &proxy.kubeconfig(&of_tenant[0])).await;
             proxies.insert(tenant, proxy);
@@ -120,7 +119,7 @@ impl Clusters {
             env,
             clients,
             proxies,
-            tokens,
+            kubeconfigs,
             written_secrets: AtomicUsize::new(1),
             replicas,
             spec: AsyncMutex::default(),
@@ -161,10 +160,13 @@ impl Clusters {
 
     /// Writes the kubeconfig Secret of a tenant, each time with another token.
     pub(crate) async fn write_secret(&self, tenant: &str) -> anyhow::Result<()> {
-        let tokens = &self.tokens[tenant];
+        let kubeconfigs = &self.kubeconfigs[tenant];
         let turn = self.written_secrets.fetch_add(1, Ordering::Relaxed);
-        self.write_secret_value(tenant, &self.proxies[tenant].kubeconfig(&tokens[turn % tokens.len()]))
-            .await
+        self.write_secret_value(
+            tenant,
+            &self.proxies[tenant].kubeconfig(&kubeconfigs[turn % kubeconfigs.len()]),
+        )
+        .await
     }
 
     pub(crate) async fn write_secret_value(&self, tenant: &str, kubeconfig: &str) -> anyhow::Result<()> {
@@ -250,8 +252,10 @@ impl Clusters {
     pub(crate) async fn remove_node(&self, cluster: &str, node: &str) -> anyhow::Result<()> {
         self.ledger().begin(Scope::Node(node.to_owned()), now());
         let nodes: Api<Node> = Api::all(self.client(cluster));
-        in_time(nodes.delete(node, &DeleteParams::default())).await?;
-        Ok(())
+        match in_time(nodes.delete(node, &DeleteParams::default())).await {
+            Err(error) if is_not_found(&error) => Ok(()),
+            other => other.map(drop),
+        }
     }
 
     pub(crate) async fn add_node(&self, cluster: &str, n: u8) -> anyhow::Result<()> {

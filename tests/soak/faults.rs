@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, fmt, time::Duration};
 
 use clustermesh_api::names;
-use clustermesh_tests::member_proxy::Fault as ProxyFault;
+use clustermesh_tests::faulty::Fault as ProxyFault;
 use kube::ResourceExt;
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
@@ -37,13 +37,14 @@ pub(crate) enum Fault {
     SecretRotated(&'static str),
     EntryRemoved(&'static str),
     Paused,
-    /// A Peer loses the label with the name of its mesh.
+    /// A Peer of a stable node loses the label with the name of its mesh. If the node got another key meanwhile, the controller would
+    /// keep the Peer, and with it the addresses of the node (design rule 2).
     LabelLost(&'static str),
     /// A Peer loses all labels, so that it counts as foreign.
     LabelsLost(&'static str),
     PeerEdited(&'static str),
     PeerDeleted(&'static str),
-    /// A foreign Peer has the name of a node that comes and goes.
+    /// A foreign Peer has the name that the Peer of a new node would get.
     ForeignPeer(&'static str),
 }
 
@@ -61,7 +62,7 @@ impl Fault {
     /// Draws a fault. Always takes the same number of random numbers.
     pub(crate) fn draw(random: &mut Random) -> Self {
         let (cluster, tenant) = (random.choose(&CLUSTERS), random.choose(&TENANTS));
-        let proxy_fault = random.choose(&ProxyFault::ALL);
+        let proxy_fault = random.choose(&ProxyFault::NAMED).1;
         // An API server takes seconds to start, which keeps others from being tested, so it gets less than its share.
         match random.below(24) {
             0 => Self::LeaderKilled,
@@ -171,9 +172,9 @@ impl Fault {
                 lab.cluster(cluster).thaw_api().expect("the API server continues");
             }
             Self::Api(tenant, fault) => {
-                clusters.proxies[tenant].set_fault(Some(fault));
+                clusters.proxies[tenant].set(Some(fault));
                 sleep(lasts).await;
-                clusters.proxies[tenant].set_fault(None);
+                clusters.proxies[tenant].set(None);
             }
             Self::SecretRemoved(tenant) => {
                 clusters.delete_secret(tenant).await?;
@@ -209,7 +210,12 @@ impl Fault {
                 paused?;
             }
             Self::LabelLost(cluster) => {
-                change_peer(clusters, cluster, random, &labels(&[names::LABEL_MESH])).await?;
+                let sources: Vec<&str> = CLUSTERS.into_iter().filter(|source| *source != cluster).collect();
+                let source = sources[random % sources.len()];
+                let n = 1 + random / 8 % usize::from(STABLE_NODES);
+                let peer = format!("{MESH}--{source}--{source}-{n}");
+                let patch = labels(&[names::LABEL_MESH]);
+                clusters.patch_peer(cluster, &peer, &patch).await?;
             }
             Self::LabelsLost(cluster) => {
                 let all = [
@@ -234,14 +240,16 @@ impl Fault {
             Self::ForeignPeer(cluster) => {
                 let sources: Vec<&str> = CLUSTERS.into_iter().filter(|source| *source != cluster).collect();
                 let source = sources[random % sources.len()];
-                let n = STABLE_NODES + 1 + u8::try_from(random / 8 % usize::from(NODES - STABLE_NODES))?;
+                let n = NODES + 1;
                 let name = format!("{MESH}--{source}--{source}-{n}");
-                // Also after an error: the request may have been executed. If the controller's Peer exists, this fails.
                 let created = clusters.create_foreign_peer(cluster, &name, n).await;
-                if created.is_ok() {
-                    sleep(lasts * 2).await;
+                if created.is_ok() && clusters.add_node(source, n).await.is_ok() {
+                    sleep(lasts).await;
                 }
+                // Also after an error: the request may have been executed.
                 delete_foreign_peers(clusters, cluster).await;
+                let remove = async || clusters.remove_node(source, &format!("{source}-{n}")).await;
+                clusters.until_done("remove the new node", remove).await;
                 created?;
             }
         }

@@ -7,7 +7,6 @@ pub mod contract;
 pub mod faulty;
 pub mod https_server;
 pub mod kubeconfig;
-pub mod member_proxy;
 pub mod netns;
 pub mod pair;
 pub mod path;
