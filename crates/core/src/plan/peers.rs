@@ -261,7 +261,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
                 // The existing Peer describes the same node, and another mesh keeps it.
                 return None;
             }
-            let message = format!("key {} belongs to {owner} there", node.key);
+            let message = format!("key {} belongs to {owner} there{}", node.key, self.remedy(owner));
             self.skip(source, node.node, Reason::PublicKeyDuplicate, &message);
             return None;
         }
@@ -289,8 +289,10 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
                 .filter(|_| !self.taken_prefixes.is_empty())
             {
                 let message = format!(
-                    "{prefix} of Node {} is kept by {owner} in cluster {:?}",
-                    node.node, self.name
+                    "{prefix} of Node {} is kept by {owner} in cluster {:?}{}",
+                    node.node,
+                    self.name,
+                    self.remedy(owner)
                 );
                 self.facts.insert(Fact::AddressShared {
                     cluster: source.to_owned(),

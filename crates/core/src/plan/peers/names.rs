@@ -34,6 +34,22 @@ impl<'a> PeerPlanner<'a, '_> {
         }
     }
 
+    /// What to do about a Peer of this hub that lost its mesh label and is not adopted, for the end of a message. Empty for other holders.
+    pub(super) fn remedy(&self, holder: &Holder) -> &'static str {
+        let existing = match holder {
+            Holder::Peer(peer) => self.existing.get(peer),
+            Holder::Node(_) => None,
+        };
+        let hub = &self.inputs.seen.hub;
+        let ownership = existing.map(|existing| ownership::of(&existing.owner, hub, self.inputs.claimants));
+        match ownership {
+            Some(Ownership::Unlabelled) => {
+                ". This Peer has lost its label kilo-clustermesh.io/mesh: delete it, and the controller writes the Node's Peer"
+            }
+            _ => "",
+        }
+    }
+
     /// Chooses the name of a Peer and adds the Peer to the plan. If a Peer of this mesh and `source` already has this key, its name is
     /// kept even if the naming rule gives another name: deleting one Peer and creating another makes kg lose the key for minutes.
     /// `own_names` are the names that the rule gives to the nodes (or gateways) of `source`. A Peer does not keep its name if the rule

@@ -302,18 +302,23 @@ fn peer_with_other_labels_or_key_is_not_adopted() {
         "toward cluster \"mgmt\": key {} belongs to Peer m--tenant--x there",
         key(33)
     );
-    let refused = (vec![], vec![("x".to_owned(), Reason::PublicKeyDuplicate, message)]);
+    let refused = |remedy: &str| {
+        let message = format!("{message}{remedy}");
+        (vec![], vec![("x".to_owned(), Reason::PublicKeyDuplicate, message)])
+    };
+    let remedy =
+        ". This Peer has lost its label kilo-clustermesh.io/mesh: delete it, and the controller writes the Node's Peer";
     // The Peer has no mesh label, and its other labels are those of a person's Peer (none), of another hub, of another namespace, or of
     // another source.
-    assert_eq!(changed(&|peer| peer.owner = Owner::default()), refused);
-    assert_eq!(changed(&|peer| peer.owner.hub = Some("other".into())), refused);
+    assert_eq!(changed(&|peer| peer.owner = Owner::default()), refused(""));
+    assert_eq!(changed(&|peer| peer.owner.hub = Some("other".into())), refused(""));
     assert_eq!(
         changed(&|peer| peer.owner.mesh_namespace = Some("other".into())),
-        refused
+        refused(remedy)
     );
     assert_eq!(
         changed(&|peer| peer.owner.source_cluster = Some("other".into())),
-        refused
+        refused(remedy)
     );
     // A Peer with another key does not describe this node: it is kept, and the node gets a Peer with another name.
     let (steps, _) = changed(&|peer| peer.spec.as_mut().unwrap().public_key = key(99));
