@@ -164,7 +164,8 @@ async fn other_replica_takes_over_and_never_two_write() {
         leader_is_killed(&mut replicas).await;
         leader_is_stopped_and_continues(&replicas).await;
         leader_is_cut_off_from_the_hub(&replicas).await;
-        hub_is_down(&replicas).await;
+        replica_with_an_old_view_takes_over(&mut replicas).await;
+        hub_is_down(&replicas, 0).await;
         leader_exits(&mut replicas).await;
         stop.store(true, Ordering::Relaxed);
     };
@@ -234,15 +235,47 @@ async fn leader_is_cut_off_from_the_hub(replicas: &Replicas<'_>) {
     until_only_writer(replicas, 1, &from).await;
 }
 
-/// Replica 1 leads before, and one of both after.
-async fn hub_is_down(replicas: &Replicas<'_>) {
+/// Replica 1 leads before, replica 0 after. While replica 0 is cut off from the hub, a node of the hub joins. When it is connected again,
+/// TCP waits for seconds before it sends the lost events again.
+async fn replica_with_an_old_view_takes_over(replicas: &mut Replicas<'_>) {
+    let env = replicas.env;
+    let hub = format!("{}/32", env.hub().plan().api_address());
+    let cut = |verb| ["ip", "route", verb, "blackhole", &hub];
+    replicas.hosts[0].exec(cut("add")).await.unwrap();
+    // The first events after the cut arrive: only their acknowledgements are lost.
+    env.annotate("mgmt", "mgmt-1", names::KILO_ENDPOINT, Some("198.51.100.1:51820"))
+        .await;
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    env.create_node("mgmt", 1, 2).await;
+    for member in &CLUSTERS[1..] {
+        wait_until(format!("the Peer of mgmt-2 in {member}"), LATER, async || {
+            match env.peers(member).await {
+                peers if peers.contains_key("prod--mgmt--mgmt-2") => Ok(()),
+                peers => Err(format!("{:?}", peers.keys())),
+            }
+        })
+        .await
+        .unwrap();
+    }
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    replicas.hosts[0].exec(cut("del")).await.unwrap();
+    let from = now();
+    println!("{from}: replica 0 reaches the hub again, and the leader exits");
+    let exit = replicas.running[1].terminate(SOON).await.unwrap();
+    assert!(exit.success(), "{}", replicas.running[1].log());
+    until_only_writer(replicas, 0, &from).await;
+    replicas.restart(1).await;
+}
+
+/// Replica `index` leads before, and one of both after.
+async fn hub_is_down(replicas: &Replicas<'_>, index: usize) {
     let env = replicas.env;
     env.hub().kill_api().unwrap();
     // The Lease expires.
-    log_contains(&replicas.running[1], "has lapsed").await;
+    log_contains(&replicas.running[index], "has lapsed").await;
     let from = now();
     println!("{from}: the hub is down, and the Lease has lapsed");
-    until_only_writer(replicas, 1, &from).await;
+    until_only_writer(replicas, index, &from).await;
     env.hub().start_api().await.unwrap();
     env.annotate("mgmt", "mgmt-1", "example.com/turn", Some("after")).await;
 }

@@ -239,7 +239,7 @@ impl Election {
     }
 
     /// The number of the current term, also if the Lease is not held now.
-    fn term_number(&self) -> Option<u64> {
+    pub(crate) fn term_number(&self) -> Option<u64> {
         self.state().term.as_ref().map(|term| term.number)
     }
 

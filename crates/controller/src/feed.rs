@@ -11,7 +11,7 @@ use std::{
 use clustermesh_access::memory::{Account, Charge, OverBudget};
 use clustermesh_core::{mesh::ObjectName, observe::Rows};
 use kube::{api::DynamicObject, core::ObjectMeta};
-use tokio::sync::Notify;
+use tokio::sync::{Notify, watch};
 
 use crate::api_error::sanitize;
 
@@ -19,7 +19,7 @@ mod follow;
 mod table;
 mod weight;
 
-pub(crate) use follow::{Resume, WatchedResource, follow};
+pub(crate) use follow::{WatchedResource, follow};
 use table::Table;
 
 /// Wakes the reconcile loop. A [`Notify`] stores one permit, so any number of changes during a pass causes one further pass.
@@ -81,6 +81,8 @@ pub(crate) struct Feed<V> {
     /// Fields that are removed before an object is converted.
     unused_fields: &'static [&'static str],
     changed: Changed,
+    /// The number of the list that must be complete before the feed is current. [`Self::read_again`] raises it.
+    required_list: watch::Sender<u64>,
 }
 
 /// An object after conversion. `value` is `Ok(None)` if the object is ignored, and an error if it is malformed.
@@ -97,6 +99,8 @@ struct List<V> {
     objects: Vec<Converted<V>>,
     /// The resourceVersion of the list.
     version: String,
+    /// [`Feed::required_list`] when the list began.
+    number: u64,
     /// The charge for the memory of the objects.
     charge: Option<Charge>,
 }
@@ -122,6 +126,7 @@ impl<V> Clone for Feed<V> {
             convert: Arc::clone(&self.convert),
             unused_fields: self.unused_fields,
             changed: Arc::clone(&self.changed),
+            required_list: self.required_list.clone(),
         }
     }
 }
@@ -152,6 +157,7 @@ impl<V: Clone + PartialEq> Feed<V> {
             convert: Arc::new(convert),
             unused_fields: &[],
             changed,
+            required_list: watch::Sender::new(0),
         }
     }
 
@@ -228,10 +234,18 @@ impl<V: Clone + PartialEq> Feed<V> {
         self.lock().malformed.clone()
     }
 
-    /// Sets the trust; [`Trust::Absent`] also removes all rows. Wakes the reconcile loop if the trust changed or a refusal continues.
+    /// Sets the trust, except that the feed becomes [`Trust::Live`] only after a list that [`Self::read_again`] required. [`Trust::Absent`]
+    /// also removes all rows. Wakes the reconcile loop if the trust changed or a refusal continues.
     /// Returns whether the trust changed.
     pub(crate) fn set_trust(&self, trust: Trust) -> bool {
         let mut table = self.lock();
+        let required = *self.required_list.borrow();
+        match trust {
+            Trust::Live if table.last_list < required => return false,
+            // There is nothing to list.
+            Trust::Absent | Trust::Denied(_) => table.last_list = required,
+            _ => {}
+        }
         if table.trust == trust {
             if table.denied_since.is_some() {
                 drop(table);
@@ -255,10 +269,27 @@ impl<V: Clone + PartialEq> Feed<V> {
         true
     }
 
-    /// Allows lists and events of any version to replace rows of our own writes. Called for a new connection, because it may reach
-    /// another cluster.
-    pub(crate) fn forget_writes(&self) {
-        self.lock().rows.values_mut().for_each(|row| row.written_at = None);
+    /// Requires a new list. Until it is complete, the feed is not current, but keeps its rows. [`follow`] begins the list at once.
+    ///
+    /// For a new connection, which may reach another cluster, and whenever a watch may be behind without an error: packets of a
+    /// connection that was interrupted may be sent again only much later.
+    pub(crate) fn read_again(&self) {
+        let mut table = self.lock();
+        self.required_list.send_modify(|number| *number += 1);
+        // Lists and events of any version may replace rows of our own writes.
+        table.rows.values_mut().for_each(|row| row.written_at = None);
+        if table.trust != Trust::Pending {
+            table.trust = Trust::Broken("it is being read again".to_owned());
+            table.denied_since = None;
+        }
+        drop(table);
+        self.changed.notify_one();
+    }
+
+    /// Whether a list that [`Self::read_again`] required is not complete. False while the first list is not.
+    pub(crate) fn needs_list(&self) -> bool {
+        let table = self.lock();
+        table.trust != Trust::Pending && table.last_list < *self.required_list.borrow()
     }
 
     /// Stores an object from a watch event, unless it is older than our own write ([`Row::may_be_ahead`]).
@@ -324,12 +355,14 @@ impl<V: Clone + PartialEq> Feed<V> {
     /// Replaces the rows with a complete list. Rows of our own writes that are newer than the list stay, and so do the rows of listed
     /// objects that are malformed.
     ///
-    /// With `is_current` the trust becomes [`Trust::Live`]. Otherwise it does not change.
+    /// With `is_current` the trust becomes [`Trust::Live`], unless [`Self::read_again`] was called after the list began. Otherwise it does
+    /// not change.
     fn replace(
         &self,
         List {
             objects,
             version: list_version,
+            number,
             charge,
         }: List<V>,
         is_current: bool,
@@ -364,6 +397,8 @@ impl<V: Clone + PartialEq> Feed<V> {
         if table.charge.is_some() {
             table.charge = charge;
         }
+        table.last_list = table.last_list.max(number);
+        let is_current = is_current && table.last_list >= *self.required_list.borrow();
         let trust = if is_current { Trust::Live } else { table.trust.clone() };
         let is_unchanged = table.has_answer
             && table.trust == trust

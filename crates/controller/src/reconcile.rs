@@ -37,11 +37,13 @@ mod link_reports;
 mod meshes;
 mod removed;
 mod status;
+mod takeover;
 
 use meshes::{LastValidMeshes, LoadedMesh, load_meshes};
 use removed::RemovedClusters;
 pub(crate) use removed::RemovedRow;
 use status::{Reports, truncate_to_seconds};
+use takeover::Takeover;
 
 /// The next pass runs after this time even if nothing changes.
 const RESYNC: Duration = Duration::from_secs(30);
@@ -92,6 +94,7 @@ pub(crate) struct Reconciler {
     members: BTreeMap<ClusterIdentity, Member>,
     held_nodes: HeldNodes,
     resolver: Resolver,
+    takeover: Takeover,
     reports: Reports,
     changed: Changed,
     /// The tasks that write into members. Shutdown waits for them.
@@ -138,6 +141,7 @@ impl Reconciler {
             },
             members: BTreeMap::new(),
             held_nodes: HeldNodes::default(),
+            takeover: Takeover::default(),
             reports: Reports::new(hub_writer, metrics, debug_view),
             changed,
             tasks: TaskTracker::new(),
@@ -212,6 +216,10 @@ impl Reconciler {
                 self.reports.reset();
                 self.meshes.removed = RemovedClusters::default();
                 true
+            }
+            Leadership::Leader | Leadership::Lapsed if self.is_taking_over() => {
+                self.stop_writing();
+                false
             }
             Leadership::Leader | Leadership::Lapsed => {
                 self.write(&pass);

@@ -119,10 +119,8 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         fields: String::new(),
     };
     let watch_task = tokio::spawn(async move {
-        // This signal tells a feed that its connection may be dead. Nothing probes this connection, so the signal is never sent: a watch
-        // on a dead connection times out by itself.
-        let (_resume, resumed) = tokio::sync::watch::channel(0);
-        feed::follow(&resource, &followed, resumed).await;
+        // Nothing probes this connection. A watch on a dead connection times out by itself.
+        feed::follow(&resource, &followed).await;
     });
     // Must come before the first connection to a member: with these addresses, kubeconfigs that name the hub's API server are refused.
     // If the hub does not answer, the start continues after a timeout.

@@ -223,6 +223,16 @@ impl Session {
         }
     }
 
+    /// Reads all objects of the member again. Until then the observation is not fresh.
+    pub(crate) fn read_again(&self) {
+        self.shared.feeds.read_again();
+    }
+
+    /// Whether Nodes or Peers are being read again.
+    pub(crate) fn needs_lists(&self) -> bool {
+        self.shared.feeds.need_lists()
+    }
+
     /// The time at which the next node becomes silent if no check-in of its kg arrives.
     pub(crate) fn silence_due(&self) -> Option<Instant> {
         self.shared.feeds.silence_due()
@@ -336,6 +346,7 @@ async fn supervise(
                 Ok(()) = cleanup_only.changed(), if is_missing => {}
                 changed = credentials.changed() => if changed.is_err() {
                     tracing::error!(member = %shared.identity, "the task that watches the kubeconfig Secret ended unexpectedly; starting it again");
+                    tokio::time::sleep(Duration::from_secs(1)).await;
                     watches = JoinSet::new();
                     credentials = credentials::follow(&shared.identity, &hub, &shared.account, &mut watches);
                 },

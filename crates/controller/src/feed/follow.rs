@@ -54,33 +54,32 @@ pub(crate) struct WatchedResource {
     pub(crate) fields: String,
 }
 
-/// A signal to feeds that their connections may be dead. Each feed then starts a new watch from its last version, without a new list. A
-/// feed that is listing, or waits to list, starts the list at once.
-pub(crate) type Resume = watch::Receiver<u64>;
-
 /// Keeps `feed` up to date. Never returns.
-pub(crate) async fn follow<V: Clone + PartialEq>(resource: &WatchedResource, feed: &Feed<V>, resume: Resume) {
+pub(crate) async fn follow<V: Clone + PartialEq>(resource: &WatchedResource, feed: &Feed<V>) {
     let mut progress = Progress {
         backoff: new_backoff(),
         has_expired: false,
         is_suspect: false,
-        resume,
+        required_list: feed.required_list.subscribe(),
     };
     loop {
+        let number = *progress.required_list.borrow_and_update();
         let listed = tokio::select! {
-            listed = list(resource, feed) => listed,
-            () = resume_signal(&mut progress.resume) => continue,
+            listed = list(resource, feed, number) => listed,
+            () = list_required(&mut progress.required_list) => continue,
         };
-        let error = match listed {
+        let ended = match listed {
             Ok(list) => {
                 let version = list.version.clone();
                 feed.replace(list, !progress.is_suspect);
                 watch(resource, feed, version, &mut progress).await
             }
-            Err(error) => error,
+            Err(error) => Err(error),
         };
-        let pause = report(resource, feed, &error, &mut progress);
-        progress.wait(pause).await;
+        if let Err(error) = ended {
+            let pause = report(resource, feed, &error, &mut progress);
+            progress.wait(pause).await;
+        }
     }
 }
 
@@ -92,7 +91,8 @@ struct Progress {
     /// Since the last established watch the server has repeated 410 or exceeded a limit. Its lists do not count as current until a
     /// watch is established.
     is_suspect: bool,
-    resume: Resume,
+    /// Changes when a new list is required.
+    required_list: watch::Receiver<u64>,
 }
 
 impl Progress {
@@ -102,19 +102,20 @@ impl Progress {
         self.has_expired = false;
     }
 
-    /// Waits for `pause`; `None` = for the next pause of the backoff. The signal to resume ends the wait.
-    async fn wait(&mut self, pause: Option<Duration>) {
+    /// Waits for `pause`; `None` = for the next pause of the backoff. Returns at once, and true, when a new list is required.
+    async fn wait(&mut self, pause: Option<Duration>) -> bool {
         let pause = pause.unwrap_or_else(|| self.backoff.next().unwrap_or(Duration::from_secs(30)));
         tokio::select! {
-            () = tokio::time::sleep(pause) => {}
-            () = resume_signal(&mut self.resume) => {}
+            () = tokio::time::sleep(pause) => false,
+            () = list_required(&mut self.required_list) => true,
         }
     }
 }
 
-/// Waits for the signal to resume. If its sender was dropped, waits forever.
-async fn resume_signal(resume: &mut Resume) {
-    if resume.changed().await.is_err() {
+/// Waits until a new list is required.
+async fn list_required(required: &mut watch::Receiver<u64>) {
+    // The feed has the sender.
+    if required.changed().await.is_err() {
         std::future::pending::<()>().await;
     }
 }
@@ -207,11 +208,16 @@ fn report<V: Clone + PartialEq>(
     pause
 }
 
-/// Lists all objects, page by page.
-async fn list<V: Clone + PartialEq>(resource: &WatchedResource, feed: &Feed<V>) -> Result<List<V>, FollowError> {
+/// Lists all objects, page by page. `number` = [`Feed::required_list`].
+async fn list<V: Clone + PartialEq>(
+    resource: &WatchedResource,
+    feed: &Feed<V>,
+    number: u64,
+) -> Result<List<V>, FollowError> {
     let mut list = List {
         objects: Vec::new(),
         version: String::new(),
+        number,
         charge: feed.list_charge(),
     };
     let mut params = ListParams::default();
@@ -252,13 +258,14 @@ async fn list<V: Clone + PartialEq>(resource: &WatchedResource, feed: &Feed<V>) 
     Err(FollowError::TooMany)
 }
 
-/// Watches from `version`. Resumes after a broken connection. Returns an error that requires a new list.
+/// Watches from `version`. Resumes after a broken connection. Returns when a new list is required: `Ok` = [`Feed::read_again`] requires
+/// it, `Err` = an error does.
 async fn watch<V: Clone + PartialEq>(
     resource: &WatchedResource,
     feed: &Feed<V>,
     mut version: String,
     progress: &mut Progress,
-) -> FollowError {
+) -> Result<(), FollowError> {
     let mut params = WatchParams::default().timeout(random::within(WATCH_SECONDS));
     if !resource.labels.is_empty() {
         params = params.labels(&resource.labels);
@@ -269,7 +276,7 @@ async fn watch<V: Clone + PartialEq>(
     loop {
         let opened = tokio::select! {
             opened = tokio::time::timeout(REQUEST_TIMEOUT, resource.api.watch(&params, &version)) => opened,
-            () = resume_signal(&mut progress.resume) => continue,
+            () = list_required(&mut progress.required_list) => return Ok(()),
         };
         let error = match opened {
             Ok(Ok(stream)) => {
@@ -281,12 +288,12 @@ async fn watch<V: Clone + PartialEq>(
                     Ok(WatchEnd::Closed) => {
                         // A server may refuse a watch by closing it, before or after the first event. The pause avoids a busy
                         // loop.
-                        if began.elapsed() <= ESTABLISHED_AFTER {
-                            progress.wait(None).await;
+                        if began.elapsed() <= ESTABLISHED_AFTER && progress.wait(None).await {
+                            return Ok(());
                         }
                         continue;
                     }
-                    Ok(WatchEnd::Resume) => continue,
+                    Ok(WatchEnd::ListRequired) => return Ok(()),
                     Err(error) => error,
                 }
             }
@@ -298,10 +305,12 @@ async fn watch<V: Clone + PartialEq>(
             error,
             FollowError::TimedOut | FollowError::Api(Error::HyperError(_) | Error::Service(_) | Error::ReadEvents(_))
         ) {
-            return error;
+            return Err(error);
         }
         report(resource, feed, &error, progress);
-        progress.wait(None).await;
+        if progress.wait(None).await {
+            return Ok(());
+        }
     }
 }
 
@@ -309,8 +318,8 @@ async fn watch<V: Clone + PartialEq>(
 enum WatchEnd {
     /// The server closed it.
     Closed,
-    /// The signal to resume arrived: the connection may be dead.
-    Resume,
+    /// [`Feed::read_again`] requires a new list.
+    ListRequired,
 }
 
 /// Stores the events in the feed until the stream ends or fails.
@@ -333,7 +342,7 @@ async fn consume_events<V: Clone + PartialEq>(
                 progress.reset();
                 continue;
             }
-            () = resume_signal(&mut progress.resume) => return Ok(WatchEnd::Resume),
+            () = list_required(&mut progress.required_list) => return Ok(WatchEnd::ListRequired),
         };
         let event = match next {
             Err(_) => return Err(FollowError::TimedOut),

@@ -19,6 +19,8 @@ pub(super) struct Table<V> {
     /// Objects that do not parse, with the reason. The last version that parsed, if any, stays in `rows`.
     pub(super) malformed: BTreeMap<ObjectName, String>,
     pub(super) trust: Trust,
+    /// The number of the last complete list ([`super::Feed::read_again`]).
+    pub(super) last_list: u64,
     /// The API server has said which objects exist: the kind was listed completely at least once, or does not exist.
     pub(super) has_answer: bool,
     /// The kind was listed completely at least once.
@@ -36,6 +38,7 @@ impl<V> Default for Table<V> {
             changed_rows: None,
             malformed: BTreeMap::new(),
             trust: Trust::Pending,
+            last_list: 0,
             has_answer: false,
             was_read: false,
             denied_since: None,

@@ -34,6 +34,7 @@ fn replace(feed: &Feed<i64>, objects: Vec<DynamicObject>, version: &str) {
         List {
             objects,
             version,
+            number: *feed.required_list.borrow(),
             charge: None,
         },
         true,
@@ -217,10 +218,10 @@ fn older_list_replaces_rows_that_came_from_a_list() {
 }
 
 #[test]
-fn older_list_undoes_our_own_write_after_forget_writes() {
+fn older_list_undoes_our_own_write_when_read_again() {
     let feed = feed();
     feed.put_written(object("ours", "99", json!({"n": 9})));
-    feed.forget_writes();
+    feed.read_again();
     replace(&feed, vec![object("a", "8", json!({"n": 3}))], "11");
     assert_eq!(rows(&feed), [("a".into(), 3)]);
 }

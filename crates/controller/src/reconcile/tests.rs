@@ -138,6 +138,8 @@ async fn unresponsive_hub_delays_no_pass_and_no_gauge() {
     let client = kube::Client::new(silent, "ns");
     let changed = Changed::default();
     let meshes = mesh_feed(Arc::clone(&changed));
+    // The feed has an answer.
+    meshes.set_trust(Trust::Absent);
     for n in 0..5 {
         let secret = |entry: &str| serde_json::json!({"name": format!("{entry}-{n}")});
         let mesh = serde_json::json!({
@@ -168,6 +170,9 @@ async fn unresponsive_hub_delays_no_pass_and_no_gauge() {
     let mut registry = prometheus_client::registry::Registry::default();
     metrics.register(&mut registry);
     let mut reconciler = Reconciler::new(hub, meshes, hub_writer, metrics, changed, SharedDebugView::default());
+    // A new leader waits for new lists.
+    reconciler.pass().await;
+    tokio::time::sleep(Duration::from_secs(3)).await;
     for _ in 0..3 {
         let began = tokio::time::Instant::now();
         reconciler.pass().await;

@@ -80,9 +80,8 @@ pub(super) fn follow(
     };
     let followed = feed.clone();
     tasks.spawn(async move {
-        // Nothing probes this connection, so no signal to resume is sent. A watch on a dead connection times out by itself.
-        let (_resume, resumed) = watch::channel(0);
-        feed::follow(&resource, &followed, resumed).await;
+        // Nothing probes this connection. A watch on a dead connection times out by itself.
+        feed::follow(&resource, &followed).await;
     });
 
     let (hub, account) = (Arc::clone(hub), account.clone());

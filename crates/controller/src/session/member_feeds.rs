@@ -165,32 +165,28 @@ impl MemberFeeds {
         self.on_demand.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Marks all feeds as not current, except those that are still [`Trust::Pending`]: for a new connection, or because the API server
-    /// answers again. Their rows stay until they are read again.
-    pub(super) fn mark_unconfirmed(&self) {
-        fn mark<V: Clone + PartialEq>(feed: &Feed<V>) {
-            feed.forget_writes();
-            if feed.trust() != Trust::Pending {
-                feed.set_trust(Trust::Broken(
-                    "it is being read again after a new or lost connection".to_owned(),
-                ));
-            }
-        }
-        mark(&self.nodes);
-        mark(&self.peers);
-        mark(&self.policies);
-        mark(&self.accesses);
-        mark(&self.gateways);
-        mark(&self.gateway_pods);
-        mark(&self.mirrored_services);
-        mark(&self.mirrored_slices);
-        mark(&self.api_slices);
+    /// Reads all objects again ([`Feed::read_again`]).
+    pub(super) fn read_again(&self) {
+        self.nodes.read_again();
+        self.peers.read_again();
+        self.policies.read_again();
+        self.accesses.read_again();
+        self.gateways.read_again();
+        self.gateway_pods.read_again();
+        self.mirrored_services.read_again();
+        self.mirrored_slices.read_again();
+        self.api_slices.read_again();
         let on_demand = self.on_demand();
         for (services, slices) in on_demand.services.values() {
-            mark(&services.feed);
-            mark(&slices.feed);
+            services.feed.read_again();
+            slices.feed.read_again();
         }
-        on_demand.pods.values().for_each(|pods| mark(&pods.feed));
+        on_demand.pods.values().for_each(|pods| pods.feed.read_again());
+    }
+
+    /// Whether Nodes or Peers are being read again.
+    pub(super) fn need_lists(&self) -> bool {
+        self.nodes.needs_list() || self.peers.needs_list()
     }
 
     /// Creates and drops on-demand feeds. Called before the next observation, so that the planner knows that a new feed was not

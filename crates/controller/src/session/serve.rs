@@ -36,17 +36,16 @@ pub(super) async fn serve(
         // The new client may reach another cluster, to which the old UID does not belong.
         connection.uid = None;
     });
-    shared.feeds.mark_unconfirmed();
+    shared.feeds.read_again();
 
-    let (resume, resumed) = watch::channel(0);
     let mut tasks = JoinSet::new();
     for task in shared.feeds.permanent_tasks(client) {
-        tasks.spawn(task.run(resumed.clone()));
+        tasks.spawn(task.run());
     }
     let mut on_demand: BTreeMap<String, (u64, AbortHandle)> = BTreeMap::new();
     // The probe has its own task. Otherwise the set of feeds could not change while the probe waits for a response.
     let probing = (Arc::clone(shared), client.clone());
-    tasks.spawn(async move { probe(&probing.0, &probing.1, &resume).await });
+    tasks.spawn(async move { probe(&probing.0, &probing.1).await });
     interest_receiver.mark_changed();
 
     loop {
@@ -68,7 +67,7 @@ pub(super) async fn serve(
                 for (feed_name, task) in needed {
                     on_demand
                         .entry(feed_name)
-                        .or_insert_with(|| (task.feed_id, tasks.spawn(task.run(resumed.clone()))));
+                        .or_insert_with(|| (task.feed_id, tasks.spawn(task.run())));
                 }
             }
             Some(ended) = tasks.join_next() => {
@@ -81,18 +80,18 @@ pub(super) async fn serve(
     }
 }
 
-/// Probes the API server in a loop. When an unresponsive server answers again, signals the feeds to open new watches, because the TCP
-/// connections of their old watches may be dead.
-async fn probe(shared: &Shared, client: &Client, resume: &watch::Sender<u64>) {
+/// Probes the API server in a loop. When an unresponsive server answers again, reads all objects again, because the TCP connections of
+/// the watches may be dead.
+async fn probe(shared: &Shared, client: &Client) {
     let (mut failures, mut has_uid) = (0, false);
     loop {
         match with_timeout(client.apiserver_version()).await {
             Ok(version) => {
-                recover(shared, resume, &mut failures);
+                recover(shared, &mut failures);
                 update_version_and_uid(shared, client, version.git_version, &mut has_uid).await;
             }
             // For example a 403 for this path, or a 429. The server is running.
-            Err(error) if error.is_answer => recover(shared, resume, &mut failures),
+            Err(error) if error.is_answer => recover(shared, &mut failures),
             Err(ProbeError { why, .. }) => {
                 failures += 1;
                 if failures == MAX_FAILURES {
@@ -110,15 +109,13 @@ async fn probe(shared: &Shared, client: &Client, resume: &watch::Sender<u64>) {
     }
 }
 
-/// Resets the failures after a response. If the server was unresponsive, clears that state and signals the feeds to open new watches.
-fn recover(shared: &Shared, resume: &watch::Sender<u64>, failures: &mut u32) {
+/// Resets the failures after a response. If the server was unresponsive, clears that state and reads all objects again.
+fn recover(shared: &Shared, failures: &mut u32) {
     if std::mem::take(failures) < MAX_FAILURES {
         return;
     }
     tracing::info!(member = %shared.identity, "the API server answers again");
-    // A feed does not count as current until its watch is established again.
-    shared.feeds.mark_unconfirmed();
-    resume.send_modify(|times| *times += 1);
+    shared.feeds.read_again();
     shared.update_connection(|connection| connection.unresponsive = None);
 }
 

@@ -118,12 +118,12 @@ fn resource(client: Client) -> WatchedResource {
     }
 }
 
-fn progress(resume: Resume) -> Progress {
+fn progress(feed: &Feed<()>) -> Progress {
     Progress {
         backoff: new_backoff(),
         has_expired: false,
         is_suspect: false,
-        resume,
+        required_list: feed.required_list.subscribe(),
     }
 }
 
@@ -137,8 +137,7 @@ fn list_of(items: &Value, next: &str) -> Value {
 
 /// Runs [`follow`] for ten minutes. Returns the number of requests.
 async fn follow_ten_minutes(resource: &WatchedResource, feed: &Feed<()>, requests: &AtomicUsize) -> usize {
-    let (_resume, resumed) = watch::channel(0);
-    let followed = tokio::time::timeout(Duration::from_secs(600), follow(resource, feed, resumed)).await;
+    let followed = tokio::time::timeout(Duration::from_secs(600), follow(resource, feed)).await;
     assert!(followed.is_err(), "follow returned");
     requests.load(Ordering::Relaxed)
 }
@@ -169,6 +168,7 @@ async fn list_that_always_expires_leaves_the_feed_broken() {
         List {
             objects: vec![],
             version: "1".into(),
+            number: 0,
             charge: None,
         },
         true,
@@ -191,7 +191,6 @@ async fn watch_that_expires_once_leaves_the_feed_live() {
         (false, _) => (200, list_of(&json!([]), "").to_string()),
     });
     let feed = feed();
-    let (_resume, resumed) = watch::channel(0);
     let mut seen = Vec::new();
     let watched = async {
         loop {
@@ -201,37 +200,57 @@ async fn watch_that_expires_once_leaves_the_feed_live() {
         }
     };
     tokio::select! {
-        () = follow(&resource, &feed, resumed) => {}
+        () = follow(&resource, &feed) => {}
         () = async { let _ = tokio::time::timeout(Duration::from_secs(20), watched).await; } => {}
     }
     assert_eq!(seen, [Trust::Pending, Trust::Live]);
 }
 
 #[tokio::test(start_paused = true)]
-async fn feed_after_the_resume_signal_watches_without_a_list() {
-    let (resource, requests) = server_with(|watch| {
+async fn feed_that_is_read_again_is_current_after_the_list() {
+    let listed = Arc::new(AtomicUsize::new(0));
+    let lists = Arc::clone(&listed);
+    let (resource, _) = server_with(move |watch| {
         if watch {
             (0, String::new())
         } else {
+            listed.fetch_add(1, Ordering::Relaxed);
             (200, list_of(&json!([]), "").to_string())
         }
     });
     let feed = feed();
-    let (resume, resumed) = watch::channel(0);
     let followed = tokio::spawn({
         let feed = feed.clone();
-        async move { follow(&resource, &feed, resumed).await }
+        async move { follow(&resource, &feed).await }
     });
-    for expected in [2, 3, 4] {
+    for expected in [1, 2, 3] {
         tokio::time::sleep(Duration::from_secs(1)).await;
-        assert_eq!(
-            (requests.load(Ordering::Relaxed), feed.trust()),
-            (expected, Trust::Live)
-        );
-        feed.set_trust(Trust::Broken("a new connection".into()));
-        resume.send_modify(|times| *times += 1);
+        let lists = lists.load(Ordering::Relaxed);
+        assert_eq!((lists, feed.trust(), feed.needs_list()), (expected, Trust::Live, false));
+        feed.read_again();
+        // A watch that was open, or is opened now, does not make the feed current.
+        feed.set_trust(Trust::Live);
+        assert!(matches!(feed.trust(), Trust::Broken(_)) && feed.needs_list());
     }
     followed.abort();
+}
+
+#[test]
+fn list_from_before_the_requirement_does_not_make_the_feed_current() {
+    let feed = feed();
+    let list = |number| List {
+        objects: vec![],
+        version: "1".into(),
+        number,
+        charge: None,
+    };
+    feed.replace(list(0), true);
+    assert_eq!(feed.trust(), Trust::Live);
+    feed.read_again();
+    feed.replace(list(0), true);
+    assert!(matches!(feed.trust(), Trust::Broken(_)), "{:?}", feed.trust());
+    feed.replace(list(1), true);
+    assert_eq!(feed.trust(), Trust::Live);
 }
 
 #[tokio::test(start_paused = true)]
@@ -248,7 +267,7 @@ async fn page_over_the_response_limit_is_requested_in_smaller_pages() {
     // There are ten objects of 1 MiB each. A response may have at most 4 MiB.
     let (resource, sizes) = bounded_server(10, 1 << 20);
     let feed = feed();
-    let list = list(&resource, &feed).await.expect("a list");
+    let list = list(&resource, &feed, 0).await.expect("a list");
     assert_eq!((list.objects.len(), list.version.as_str()), (10, "1"));
     let sizes = sizes.lock().expect("not poisoned").clone();
     assert_eq!(sizes, [50, 25, 12, 6, 3, 3, 3, 3]);
@@ -258,8 +277,7 @@ async fn page_over_the_response_limit_is_requested_in_smaller_pages() {
 async fn object_over_the_response_limit_leaves_the_feed_broken() {
     let (resource, sizes) = bounded_server(1, 5 << 20);
     let feed = feed();
-    let (_resume, resumed) = watch::channel(0);
-    let followed = tokio::time::timeout(Duration::from_secs(60), follow(&resource, &feed, resumed)).await;
+    let followed = tokio::time::timeout(Duration::from_secs(60), follow(&resource, &feed)).await;
     assert!(followed.is_err());
     let why = "over its budget: its API server answers with more than 4 MiB at once (nodes)";
     assert_eq!((feed.trust(), feed.has_answer()), (Trust::Broken(why.into()), false));
@@ -276,13 +294,13 @@ async fn list_is_charged_while_kept_and_refused_over_the_budget() {
     let (resource, _) = server(move |_| list_of(&page, ""));
     let feed = feed().charged_to(&account);
     assert!(matches!(
-        list(&resource, &feed).await,
+        list(&resource, &feed, 0).await,
         Err(FollowError::OverBudget(OverBudget::Member(_)))
     ));
     assert_eq!(account.used(), 0);
     // Unused fields are not charged.
     let feed = feed.without_fields(&["spec/x"]);
-    let list = list(&resource, &feed).await.expect("a list");
+    let list = list(&resource, &feed, 0).await.expect("a list");
     feed.replace(list, true);
     assert_eq!(feed.read(BTreeMap::len), 100);
     assert!((10_000..100_000).contains(&account.used()), "{}", account.used());
@@ -307,10 +325,9 @@ async fn watch_that_always_closes_is_retried_with_backoff() {
 async fn list_with_endless_pages_is_refused_with_the_reason() {
     let (resource, requests) = server(|_| list_of(&json!([]), "more"));
     let feed = feed();
-    assert!(matches!(list(&resource, &feed).await, Err(FollowError::TooMany)));
+    assert!(matches!(list(&resource, &feed, 0).await, Err(FollowError::TooMany)));
     assert_eq!(requests.load(Ordering::Relaxed), MAX_PAGES);
-    let (_resume, resumed) = watch::channel(0);
-    report(&resource, &feed, &FollowError::TooMany, &mut progress(resumed));
+    report(&resource, &feed, &FollowError::TooMany, &mut progress(&feed));
     let why = "its API server lists more than 50000 nodes, more than 4000 pages of them, or sends a `continue` token of more than 16 KiB";
     assert_eq!(feed.trust(), Trust::Broken(why.into()));
     assert!(!feed.has_answer());
@@ -322,6 +339,6 @@ async fn list_with_too_many_objects_is_refused() {
     let page: Value = (0..MAX_OBJECTS / 2).map(node).collect();
     let (resource, requests) = server(move |_| list_of(&page, "more"));
     let feed = feed();
-    assert!(matches!(list(&resource, &feed).await, Err(FollowError::TooMany)));
+    assert!(matches!(list(&resource, &feed, 0).await, Err(FollowError::TooMany)));
     assert_eq!((requests.load(Ordering::Relaxed), feed.has_answer()), (3, false));
 }

@@ -4,13 +4,13 @@
 use futures::future::BoxFuture;
 
 use super::OnDemandFeed;
-use crate::feed::{Feed, Resume, WatchedResource, follow};
+use crate::feed::{Feed, WatchedResource, follow};
 
 /// The task of one feed: lists and watches the feed's resource.
 pub(in crate::session) struct FeedTask {
     /// [`OnDemandFeed::id`]; unused for a feed that every member has.
     pub(in crate::session) feed_id: u64,
-    follow: Box<dyn FnOnce(Resume) -> BoxFuture<'static, ()> + Send>,
+    follow: BoxFuture<'static, ()>,
 }
 
 impl FeedTask {
@@ -18,7 +18,7 @@ impl FeedTask {
         let feed = feed.clone();
         Self {
             feed_id: 0,
-            follow: Box::new(move |resume| Box::pin(async move { follow(&resource, &feed, resume).await })),
+            follow: Box::pin(async move { follow(&resource, &feed).await }),
         }
     }
 
@@ -33,7 +33,7 @@ impl FeedTask {
     }
 
     /// Keeps the feed up to date. Never returns.
-    pub(in crate::session) fn run(self, resume: Resume) -> BoxFuture<'static, ()> {
-        (self.follow)(resume)
+    pub(in crate::session) fn run(self) -> BoxFuture<'static, ()> {
+        self.follow
     }
 }

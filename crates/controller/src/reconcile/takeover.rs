@@ -1,0 +1,42 @@
+//! What a new leader does before its first write: it reads everything again.
+
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::Reconciler;
+
+/// How long a new leader waits for new lists of ClusterMeshes, Nodes and Peers before it writes. Afterwards it still deletes nothing for
+/// what was not listed again.
+const MAX_WAIT: Duration = Duration::from_secs(2);
+
+/// The last time that this replica became the leader.
+#[derive(Debug, Default)]
+pub(super) struct Takeover {
+    /// The number of the leader's term.
+    term: Option<u64>,
+    /// The end of [`MAX_WAIT`].
+    until: Option<Instant>,
+}
+
+impl Reconciler {
+    /// Whether this replica has just become the leader and must not write yet.
+    ///
+    /// Another leader may have written what this replica has not seen: if its connections were interrupted, its watches are behind for as
+    /// long as TCP waits before it sends the lost packets again. A plan from old Nodes or ClusterMeshes would delete newer Peers.
+    pub(super) fn is_taking_over(&mut self) -> bool {
+        let term = self.hub.election.term_number();
+        if term != self.takeover.term {
+            self.takeover = Takeover {
+                term,
+                until: Some(Instant::now() + MAX_WAIT),
+            };
+            self.meshes.feed.read_again();
+            self.members.values().for_each(|member| member.session.read_again());
+            return true;
+        }
+        let mut sessions = self.members.values().map(|member| &member.session);
+        let mut needs_lists = || self.meshes.feed.needs_list() || sessions.any(|session| session.needs_lists());
+        self.takeover.until.is_some_and(|until| Instant::now() < until) && needs_lists()
+    }
+}
