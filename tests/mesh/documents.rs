@@ -235,6 +235,7 @@ async fn commands_of_the_documents_work_on_two_clusters() {
     operator.run("README.md", "crds/clustermeshes.kilo", &[]).await;
     let server = [("https://tenant-a.example:6443", &*api(&member))];
     operator.run("README.md", "deploy/member-account.yaml", &server).await;
+    operator.run("install.md", "--dry-run=client -o yaml", &server).await;
     let (_, mesh) = blocks("README.md")
         .into_iter()
         .find(|(_, text)| text.contains("kind: ClusterMesh"))
@@ -255,7 +256,10 @@ async fn commands_of_the_documents_work_on_two_clusters() {
     operator
         .wait_for("clustermeshctl status --context mgmt", "healthy for ")
         .await;
-    operator.run("clustermeshctl.md", "clustermeshctl status", &[]).await;
+    operator
+        .run("clustermeshctl.md", "clustermeshctl status --context", &[])
+        .await;
+    operator.run("clustermeshctl.md", "status --live", &[]).await;
     operator.run("clustermeshctl.md", "clustermeshctl graph", &[]).await;
     operator.run("clustermeshctl.md", "plan -f mesh.yaml", &[]).await;
     operator.run("clustermeshctl.md", "plan --context mgmt", &[]).await;

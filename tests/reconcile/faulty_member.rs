@@ -86,7 +86,8 @@ const CASES: [&[Case]; 3] = [
         (
             Fault::Filler(64 << 20),
             "MemberStale",
-            "over its budget: its API server answers with more than 4 MiB",
+            // Of a list, or of an event of a watch.
+            "over its budget: its API server",
         ),
     ],
 ];

@@ -197,11 +197,17 @@ async fn mesh_of_another_namespace_gets_no_credentials_or_networks(env: &TestEnv
     let before = peers_of(env, hub, NAMESPACE).await;
     let other = other_mesh(env);
     env.apply_mesh(&other).await;
-    let message = until_condition(env, OTHER, "Ready", "False/NetworksOverlap").await;
-    assert!(
-        message.contains("Secret other/tenant-a-kubeconfig does not exist"),
-        "{message}"
-    );
+    // The first status may be written before the Secret was looked for.
+    wait_until("the missing Secret in the status", LATER, async || {
+        let message = until_condition(env, OTHER, "Ready", "False/NetworksOverlap").await;
+        if message.contains("Secret other/tenant-a-kubeconfig does not exist") {
+            Ok(())
+        } else {
+            Err(message)
+        }
+    })
+    .await
+    .unwrap();
     copy_secret(env, "tenant-b", OTHER, "tenant-a-kubeconfig").await;
     let message = until_condition(env, OTHER, "NetworksOverlap", "True/CIDROverlap").await;
     assert!(

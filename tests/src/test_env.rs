@@ -171,15 +171,8 @@ impl TestEnv {
 
     /// A new token of the controller's ServiceAccount.
     pub async fn token(&self, name: &str) -> String {
-        let words = [
-            "-n",
-            NAMESPACE,
-            "create",
-            "token",
-            "clustermesh-controller",
-            "--duration=24h",
-        ];
-        let token = self.lab.cluster(name).kubectl(words).await;
+        let words = format!("-n {NAMESPACE} create token clustermesh-controller --duration=24h");
+        let token = self.lab.cluster(name).kubectl(words.split(' ')).await;
         token.unwrap().stdout.trim().to_owned()
     }
 
