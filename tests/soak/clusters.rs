@@ -289,7 +289,7 @@ impl Clusters {
         }
     }
 
-    /// Creates a Peer of somebody else.
+    /// Creates a foreign Peer.
     pub(crate) async fn create_foreign_peer(&self, cluster: &str, name: &str, number: u8) -> anyhow::Result<()> {
         let peer = json!({
             "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "Peer",
@@ -304,7 +304,7 @@ impl Clusters {
         Ok(())
     }
 
-    /// Deletes the Peers that the controller must not touch: those of somebody else, and those that lost all labels.
+    /// Deletes the Peers that the controller must not touch: foreign ones, and those that lost all labels.
     pub(crate) async fn delete_foreign_peers(&self, cluster: &str) -> anyhow::Result<()> {
         for peer in self.peers(cluster).await? {
             if !peer.labels().contains_key(names::LABEL_HUB) {
