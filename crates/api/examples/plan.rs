@@ -295,7 +295,10 @@ fn main() {
                     let name = node.metadata.name.clone().unwrap();
                     member.nodes.insert(name, convert::node::to_core(&node));
                 }
-                None => drop(member.nodes.pop_last()),
+                None => {
+                    let last = member.nodes.keys().last().map(str::to_owned);
+                    member.nodes.remove(&last.unwrap());
+                }
             }
             let (times, plan, steps) = world.pass();
             world.write(&plan, steps);

@@ -7,7 +7,7 @@ use clustermesh_api::{convert, names};
 use clustermesh_core::{
     checkin,
     mesh::{ClusterIdentity, Mesh, ObjectName},
-    observe::{Claim, Gateway, Member, Observation, Observations, Owner, Server, Unlisted},
+    observe::{Claim, Gateway, Member, Observation, Observations, ObservedPeer, Owner, Server, Unlisted},
 };
 use kube::ResourceExt;
 
@@ -219,8 +219,8 @@ impl ReadCluster {
             mark_unless_given(owner);
         }
         // After `mark_unless_given`, only objects of given meshes have this hub's id.
-        let mut peers = member.peers.iter().flat_map(|peers| peers.values());
-        let has_peers = peers.any(|peer| peer.owner.hub.as_deref() == Some(hub));
+        let is_of_hub = |peer: &ObservedPeer| peer.owner.hub.as_deref() == Some(hub);
+        let has_peers = (member.peers.as_ref()).is_some_and(|peers| peers.values().any(is_of_hub));
         // The controller writes the policy before the Peers, so Peers without a policy mean that policies were not listed. Every
         // cluster has the Service default/kubernetes and its EndpointSlice.
         let is_from_files = objects.crds.is_none();

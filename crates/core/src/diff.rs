@@ -9,7 +9,7 @@ use ipnet::IpNet;
 
 use crate::{
     mesh::{ClusterIdentity, MeshId, ObjectName, overlap},
-    observe::{AccessSpec, Member, Mirror, ObservedPeer, Owner, PeerRole, PeerSpec, PolicySpec},
+    observe::{AccessSpec, Member, Mirror, ObservedPeer, Owner, PeerRole, PeerSpec, PolicySpec, Rows},
     ownership::{self, Ownership},
     plan::{MeshPlan, Plan, PlannedSlice, TargetPlan},
 };
@@ -145,12 +145,12 @@ fn steps(differ: Differ<'_>, member: &Member) -> Vec<Step> {
     if let Some(existing) = &member.policies {
         let existing = existing
             .iter()
-            .map(|(name, policy)| (name, &policy.owner, policy.spec.as_ref().ok()));
+            .map(|(name, policy)| (&**name, &policy.owner, policy.spec.as_ref().ok()));
         let desired = differ.desired(|target| {
             let policies = target.policies.iter();
-            policies.map(|(name, policy)| (Cow::Borrowed(name), &*policy.source, Cow::Borrowed(&policy.spec)))
+            policies.map(|(name, policy)| (Cow::Borrowed(&**name), &*policy.source, Cow::Borrowed(&policy.spec)))
         });
-        let superseded = |_: &String, policy: &PolicySpec| differ.is_any_connected(&policy.networks);
+        let superseded = |_: &str, policy: &PolicySpec| differ.is_any_connected(&policy.networks);
         let policies = differ.compare(existing, desired, Item::Policy, superseded, policy_fields);
         steps.extend(
             policies
@@ -161,12 +161,12 @@ fn steps(differ: Differ<'_>, member: &Member) -> Vec<Step> {
     if let Some(existing) = &member.accesses {
         let existing = existing
             .iter()
-            .map(|(name, access)| (name, &access.owner, access.spec.as_ref().ok()));
+            .map(|(name, access)| (&**name, &access.owner, access.spec.as_ref().ok()));
         let desired = differ.desired(|target| {
             let accesses = target.accesses.iter();
-            accesses.map(|(name, access)| (Cow::Borrowed(name), &*access.source, Cow::Borrowed(&access.spec)))
+            accesses.map(|(name, access)| (Cow::Borrowed(&**name), &*access.source, Cow::Borrowed(&access.spec)))
         });
-        let superseded = |_: &String, access: &AccessSpec| differ.is_any_connected(&access.networks);
+        let superseded = |_: &str, access: &AccessSpec| differ.is_any_connected(&access.networks);
         let accesses = differ.compare(existing, desired, Item::Access, superseded, access_fields);
         steps.extend(accesses.into_iter().map(|step| (0, step)));
     }
@@ -226,7 +226,7 @@ fn steps(differ: Differ<'_>, member: &Member) -> Vec<Step> {
 }
 
 /// An object of the plan.
-struct Desired<'a, K: Clone, V: Clone> {
+struct Desired<'a, K: ?Sized + ToOwned, V: Clone> {
     name: Cow<'a, K>,
     mesh: &'a MeshId,
     /// The source, by its entry's name.
@@ -267,7 +267,7 @@ impl<'a> Differ<'a> {
     }
 
     /// The desired objects of one kind in all active meshes, sorted. If two meshes plan objects with the same name, the first counts.
-    fn desired<K: Ord + Clone + 'a, V: Clone + 'a, L>(
+    fn desired<K: ?Sized + Ord + ToOwned + 'a, V: Clone + 'a, L>(
         &self,
         list: impl Fn(&'a TargetPlan) -> L,
     ) -> Vec<Desired<'a, K, V>>
@@ -340,11 +340,11 @@ impl<'a> Differ<'a> {
     /// Compares the objects of one kind. `superseded` = an active mesh replaces the object, so it is deleted even if it is an
     /// orphan ([`Self::mesh_allowing_delete`]). `fields` lists the fields that differ.
     /// Both `existing` and `desired` are sorted by name. The steps are: all deletes, then the others, each by name.
-    fn compare<'v, K: Ord + Clone + 'v, V: Clone + 'v>(
+    fn compare<'v, K: ?Sized + Ord + ToOwned + 'v, V: Clone + 'v>(
         &self,
         existing: impl Iterator<Item = (&'v K, &'v Owner, Option<&'v V>)>,
         desired: Vec<Desired<'_, K, V>>,
-        item: impl Fn(K, Option<V>) -> Item,
+        item: impl Fn(K::Owned, Option<V>) -> Item,
         superseded: impl Fn(&K, &V) -> bool,
         fields: impl Fn(&V, &V) -> Vec<&'static str>,
     ) -> Vec<Step> {
@@ -355,7 +355,7 @@ impl<'a> Differ<'a> {
             steps.extend(mesh.map(|mesh| Step {
                 mesh,
                 action: Action::Delete,
-                item: item(name.clone(), None),
+                item: item(name.to_owned(), None),
                 owner: owner.clone(),
                 fields: vec![],
             }));
@@ -406,7 +406,7 @@ impl<'a> Differ<'a> {
         ownership::of(owner, &self.plan.hub, &self.plan.claimants) == Ownership::Foreign
     }
 
-    fn peers(&self, existing: &BTreeMap<String, ObservedPeer>) -> Vec<Step> {
+    fn peers(&self, existing: &Rows<ObservedPeer>) -> Vec<Step> {
         let is_own_node = |spec: &PeerSpec| matches!(spec.role, PeerRole::OwnNode(_));
         let has_own_nodes = || {
             let mut active = self
@@ -414,14 +414,13 @@ impl<'a> Differ<'a> {
                 .filter(|(_, mesh, _)| !self.is_paused(mesh) && !mesh.deleting);
             active.any(|(.., target)| target.peers.values().any(|peer| is_own_node(&peer.spec)))
         };
-        let superseded = |_: &String, peer: &PeerSpec| {
-            is_own_node(peer) && has_own_nodes() || self.is_any_connected(&peer.allowed_ips)
-        };
+        let superseded =
+            |_: &str, peer: &PeerSpec| is_own_node(peer) && has_own_nodes() || self.is_any_connected(&peer.allowed_ips);
         let existing = existing.iter();
         let existing = existing.map(|(name, peer)| (name, &peer.owner, peer.spec.as_ref().ok()));
         let desired = self.desired(|target| {
             let peers = target.peers.iter();
-            peers.map(|(name, peer)| (Cow::Borrowed(name), &*peer.source, Cow::Borrowed(&peer.spec)))
+            peers.map(|(name, peer)| (Cow::Borrowed(&**name), &*peer.source, Cow::Borrowed(&peer.spec)))
         });
         self.compare(existing, desired, Item::Peer, superseded, peer_fields)
     }

@@ -12,7 +12,7 @@ use crate::{
     diff::{Action, Item, PeerOrder, Step, desired_spec, existing_spec, gained_prefixes, lost_prefixes},
     key::PublicKey,
     mesh::MeshId,
-    observe::{Member, ObservedPeer},
+    observe::{Member, ObservedPeer, Rows},
 };
 
 /// The source of a step: a mesh and the name of an entry in it.
@@ -43,8 +43,8 @@ pub fn source_of(step: &Step) -> Source {
 /// Splits `steps`, the result of the diff for `member`. In the result, each group is listed under the smallest of its sources.
 #[must_use]
 pub fn split_by_source(steps: Vec<Step>, member: &Member) -> BTreeMap<Source, Lanes> {
-    let none = BTreeMap::new();
-    let existing = member.peers.as_deref().unwrap_or(&none);
+    let none = Rows::default();
+    let existing = member.peers.as_ref().unwrap_or(&none);
     let order = PeerOrder::of(steps.iter(), existing);
     let mut groups = SourceGroups::default();
     let mut first: BTreeMap<Moved, Source> = BTreeMap::new();
@@ -70,7 +70,7 @@ pub fn split_by_source(steps: Vec<Step>, member: &Member) -> BTreeMap<Source, La
 
 /// Whether the step belongs to [`Lanes::revoking`]. The delete of a policy does not: it follows the delete of the last Peer that
 /// the policy limits.
-fn is_revoking(step: &Step, order: &PeerOrder, existing: &BTreeMap<String, ObservedPeer>) -> bool {
+fn is_revoking(step: &Step, order: &PeerOrder, existing: &Rows<ObservedPeer>) -> bool {
     // A prefix that moves is added to its new Peer before it is removed from the old one, so the removal must not go first.
     // A renamed Peer is the exception: it is deleted before the new one is created, because a key has only one Peer (design rule 2).
     let must_wait_for_gain = || {
@@ -100,7 +100,7 @@ enum Moved {
     Key(PublicKey),
 }
 
-fn find_moved(step: &Step, order: &PeerOrder, existing: &BTreeMap<String, ObservedPeer>) -> BTreeSet<Moved> {
+fn find_moved(step: &Step, order: &PeerOrder, existing: &Rows<ObservedPeer>) -> BTreeSet<Moved> {
     if !matches!(step.item, Item::Peer(..)) {
         return BTreeSet::new();
     }

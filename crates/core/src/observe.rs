@@ -21,7 +21,7 @@ mod gateways;
 mod rows;
 
 pub use gateways::{AccessNode, AccessSpec, Gateway, GrantedPort};
-pub use rows::Rows;
+pub use rows::{ChangedRow, Iter as RowsIter, Rows, Values as RowsValues};
 
 /// An observed value and how current it is. **No delete is ever derived from a value that is not `Fresh`.**
 #[derive(Debug, Clone, PartialEq, Eq)]

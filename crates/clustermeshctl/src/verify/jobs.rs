@@ -118,7 +118,7 @@ pub(super) fn build<'o>(
              --image"
         )
     })?;
-    let nodes: Vec<&String> = from
+    let nodes: Vec<&str> = from
         .read
         .member
         .nodes
@@ -160,7 +160,7 @@ pub(super) fn build<'o>(
         for is_host in [true, false] {
             let source = ProbeSource {
                 cluster: name.to_owned(),
-                node: node.clone(),
+                node: node.to_owned(),
                 is_host,
             };
             let job_name = format!(

@@ -59,8 +59,10 @@ impl<V: PartialEq> Table<V> {
         };
         for name in changed {
             match self.rows.get(&name) {
-                Some(row) => drop(copy.insert(name.name, convert(&row.value))),
-                None => drop(copy.remove(&name.name)),
+                Some(row) => copy.insert(name.name, convert(&row.value)),
+                None => {
+                    copy.remove(&name.name);
+                }
             }
         }
     }

@@ -66,7 +66,7 @@ fn copy_follows_each_change_of_the_rows() {
     let mut copy = Rows::default();
     let mut assert_equal = |what: &str| {
         feed.update(&mut copy, |value| *value);
-        let copied: Vec<(String, i64)> = copy.iter().map(|(name, value)| (name.clone(), *value)).collect();
+        let copied: Vec<(String, i64)> = copy.iter().map(|(name, value)| (name.to_owned(), *value)).collect();
         assert_eq!(copied, rows(&feed), "{what}");
     };
     assert_equal("never read");

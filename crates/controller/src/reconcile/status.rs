@@ -378,10 +378,9 @@ pub(super) fn truncate_to_seconds(time: k8s_openapi::jiff::Timestamp) -> Time {
 /// Returns the nodes of kg that are part of the mesh although they publish no key now. kg removes its annotations at each restart.
 /// The status counts them as nodes without wg-agent, as before the restart, so that a restart of kg causes no status write.
 fn restarting_kg_nodes(planned: &ClusterReport, member: &Member) -> BTreeSet<String> {
-    let skipped: BTreeSet<&String> = planned.skipped.iter().map(|skipped| &skipped.node).collect();
+    let skipped: BTreeSet<&str> = planned.skipped.iter().map(|skipped| &*skipped.node).collect();
     // If a node is neither held nor skipped, the leader of its Kilo location has the tunnel for it.
-    let is_meshed =
-        |name: &String| planned.held.contains_key(name) || planned.registered > 0 && !skipped.contains(name);
+    let is_meshed = |name: &str| planned.held.contains_key(name) || planned.registered > 0 && !skipped.contains(name);
     let has_no_key = |node: &Node| node.server == Server::Kilo && node.public_key == Claim::Absent;
     let nodes = member
         .nodes
@@ -389,7 +388,7 @@ fn restarting_kg_nodes(planned: &ClusterReport, member: &Member) -> BTreeSet<Str
         .filter(|(_, node)| has_no_key(node) && node.ready && !node.deleting);
     nodes
         .filter(|(name, _)| is_meshed(name))
-        .map(|(name, _)| name.clone())
+        .map(|(name, _)| name.to_owned())
         .collect()
 }
 

@@ -3,14 +3,14 @@
 //! - a renamed Peer: the Peer with the old name is deleted before the one with the new name is created
 //! - a Peer that gains one moving prefix and loses another, in one write: the lost prefix may be in no Peer until the next write
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 use ipnet::IpNet;
 
 use super::{Action, Item, Step};
 use crate::{
     key::PublicKey,
-    observe::{ObservedPeer, PeerSpec},
+    observe::{ObservedPeer, PeerSpec, Rows},
 };
 
 /// The prefixes and keys that decide the order of the writes.
@@ -21,7 +21,7 @@ pub(crate) struct PeerOrder {
     pub(crate) created_keys: BTreeSet<PublicKey>,
 }
 
-pub(crate) fn existing_spec<'a>(step: &Step, existing: &'a BTreeMap<String, ObservedPeer>) -> Option<&'a PeerSpec> {
+pub(crate) fn existing_spec<'a>(step: &Step, existing: &'a Rows<ObservedPeer>) -> Option<&'a PeerSpec> {
     existing.get(&step.item.name()).and_then(|peer| peer.spec.as_ref().ok())
 }
 
@@ -32,7 +32,7 @@ pub(crate) fn desired_spec(step: &Step) -> Option<&PeerSpec> {
     }
 }
 
-pub(crate) fn gained_prefixes(step: &Step, existing: &BTreeMap<String, ObservedPeer>) -> BTreeSet<IpNet> {
+pub(crate) fn gained_prefixes(step: &Step, existing: &Rows<ObservedPeer>) -> BTreeSet<IpNet> {
     let old = existing_spec(step, existing)
         .map(|spec| spec.allowed_ips.clone())
         .unwrap_or_default();
@@ -44,10 +44,7 @@ pub(crate) fn gained_prefixes(step: &Step, existing: &BTreeMap<String, ObservedP
 }
 
 /// The allowed IPs that the existing Peer of a step has and the desired one does not.
-pub(crate) fn lost_prefixes<'a>(
-    step: &'a Step,
-    existing: &'a BTreeMap<String, ObservedPeer>,
-) -> impl Iterator<Item = IpNet> + 'a {
+pub(crate) fn lost_prefixes<'a>(step: &'a Step, existing: &'a Rows<ObservedPeer>) -> impl Iterator<Item = IpNet> + 'a {
     let kept = desired_spec(step).map(|spec| &spec.allowed_ips);
     let old = existing_spec(step, existing)
         .into_iter()
@@ -58,7 +55,7 @@ pub(crate) fn lost_prefixes<'a>(
 
 impl PeerOrder {
     /// Collects the moving prefixes and the keys of created Peers; steps of other kinds are ignored.
-    pub(crate) fn of<'a>(steps: impl Iterator<Item = &'a Step>, existing: &BTreeMap<String, ObservedPeer>) -> Self {
+    pub(crate) fn of<'a>(steps: impl Iterator<Item = &'a Step>, existing: &Rows<ObservedPeer>) -> Self {
         let steps: Vec<&Step> = steps.filter(|step| matches!(step.item, Item::Peer(..))).collect();
         let gained_prefixes: BTreeSet<IpNet> = steps.iter().flat_map(|step| gained_prefixes(step, existing)).collect();
         let lost_prefixes = steps.iter().flat_map(|step| lost_prefixes(step, existing));
@@ -70,13 +67,13 @@ impl PeerOrder {
     }
 
     /// Whether the step's existing Peer is renamed: another step creates a Peer with its key.
-    pub(crate) fn is_renamed(&self, step: &Step, existing: &BTreeMap<String, ObservedPeer>) -> bool {
+    pub(crate) fn is_renamed(&self, step: &Step, existing: &Rows<ObservedPeer>) -> bool {
         existing_spec(step, existing).is_some_and(|spec| self.created_keys.contains(&spec.public_key))
     }
 
     /// The phase of a Peer's step: steps of a lower phase are written first (design rule 13). `steps` in `diff.rs` lists the phases of the
     /// other kinds.
-    pub(super) fn phase(&self, step: &Step, existing: &BTreeMap<String, ObservedPeer>) -> u8 {
+    pub(super) fn phase(&self, step: &Step, existing: &Rows<ObservedPeer>) -> u8 {
         match step.action {
             Action::Delete if self.is_renamed(step, existing) => 1,
             _ if gained_prefixes(step, existing)

@@ -12,7 +12,7 @@ use super::{Fact, MAX_PEERS_PER_TARGET, MeshPlan, Plan, PlannedPeer, Reason, Ski
 use crate::{
     key::PublicKey,
     mesh::{ClusterIdentity, MeshId},
-    observe::{Observation, Observations, ObservedPeer, PeerRole, PeerSpec},
+    observe::{Observation, Observations, ObservedPeer, PeerRole, PeerSpec, Rows},
     ownership::{self, Ownership},
 };
 
@@ -59,7 +59,7 @@ fn active_targets<'p>(
             let existing = ExistingPeers {
                 plan,
                 mesh,
-                peers: member.and_then(|member| member.peers.as_deref()),
+                peers: member.and_then(|member| member.peers.as_ref()),
             };
             Some((rank, mesh, &**target, target_plan, existing))
         })
@@ -71,7 +71,7 @@ struct ExistingPeers<'p> {
     plan: &'p Plan,
     mesh: &'p MeshId,
     /// All Peers in the target, of any owner.
-    peers: Option<&'p BTreeMap<String, ObservedPeer>>,
+    peers: Option<&'p Rows<ObservedPeer>>,
 }
 
 impl<'p> ExistingPeers<'p> {
@@ -88,7 +88,7 @@ impl<'p> ExistingPeers<'p> {
     }
 
     fn prefixes(&self) -> BTreeSet<IpNet> {
-        let peers = self.peers.into_iter().flat_map(BTreeMap::values);
+        let peers = self.peers.into_iter().flat_map(Rows::values);
         peers
             .filter_map(|peer| self.spec(peer))
             .flat_map(|spec| spec.allowed_ips.iter().copied())

@@ -89,5 +89,5 @@ pub(super) fn find_node_behind_nat(mesh_members: &BTreeMap<String, MeshMember<'_
     let nodes = &mesh_members.get(name)?.last_observed()?.nodes;
     let seen = by_others(mesh_members, name);
     let mut nodes = nodes.iter().filter(|(_, node)| is_behind_nat(node, &seen));
-    nodes.next().map(|(node, _)| node.clone())
+    nodes.next().map(|(node, _)| node.to_owned())
 }

@@ -110,9 +110,9 @@ fn registered_and_held<'r>(registry: Option<&'r NodeRegistry<'_>>) -> BTreeSet<&
 pub(super) fn enforces_policies(member: &Member, registry: Option<&NodeRegistry<'_>>) -> bool {
     let registered_or_held = registered_and_held(registry);
     let has_tunnel =
-        |(name, node): &(&String, &Node)| node.public_key != Claim::Absent || registered_or_held.contains(&***name);
+        |(name, node): &(&str, &Node)| node.public_key != Claim::Absent || registered_or_held.contains(name);
     let mut with_tunnel = member.nodes.iter().filter(has_tunnel).peekable();
-    let enforced = |(_, node): (&String, &Node)| node.server == Server::Agent && node.bypassed.is_none();
+    let enforced = |(_, node): (&str, &Node)| node.server == Server::Agent && node.bypassed.is_none();
     member.policies.is_some() && with_tunnel.peek().is_some() && with_tunnel.all(enforced)
 }
 

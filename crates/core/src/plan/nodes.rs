@@ -50,8 +50,7 @@ impl<'a> RegistryBuilder<'a, '_> {
     pub(super) fn build(&self) -> NodeRegistry<'a> {
         let can_hold = |name: &str, node: &Node| self.can_hold(name, node);
         let mut registry = NodeRegistry::new(location::segments(self.member, &can_hold));
-        let mut nodes: Vec<(&'a str, &'a Node)> =
-            self.member.nodes.iter().map(|(name, node)| (&**name, node)).collect();
+        let mut nodes: Vec<(&'a str, &'a Node)> = self.member.nodes.iter().collect();
         nodes.sort_by_key(|(name, node)| (node.created, *name));
 
         let mut outcomes: Vec<(&'a str, &'a Node, Result<NodeClaims<'a>, Refusal>)> = Vec::new();
@@ -149,7 +148,7 @@ impl<'a> RegistryBuilder<'a, '_> {
     fn report_silent_nodes(&self, registry: &mut NodeRegistry<'a>) {
         let nodes = self.member.nodes.iter();
         let silent = nodes.filter(|(_, node)| node.is_silent() && node.public_key != Claim::Absent);
-        let nodes: BTreeSet<String> = silent.map(|(name, _)| name.clone()).collect();
+        let nodes: BTreeSet<String> = silent.map(|(name, _)| name.to_owned()).collect();
         if !nodes.is_empty() {
             registry.facts.insert(Fact::KgSilent {
                 cluster: self.cluster.name.clone(),
@@ -175,7 +174,7 @@ impl<'a> RegistryBuilder<'a, '_> {
             if routed && self.cluster.pod_network == PodNetwork::PerNode {
                 owned.extend(node.pod_cidrs.iter().filter_map(Claim::value).map(IpNet::trunc));
             }
-            if !registry.held.contains_key(&**name) {
+            if !registry.held.contains_key(name) {
                 continue;
             }
             // The annotations of a held node may be missing. Its existing Peers contain their last values.
@@ -428,7 +427,7 @@ impl<'a> RegistryBuilder<'a, '_> {
         };
         let nodes = self.member.nodes.iter().filter(|(name, _)| is_in_a_peer(name));
         let nodes = nodes.filter(|(_, node)| node.server != Server::Agent && has_uncovered_ip(node));
-        nodes.map(|(name, _)| name.clone()).take(5).collect()
+        nodes.map(|(name, _)| name.to_owned()).take(5).collect()
     }
 
     /// Whether `net`, the address of an exported pod, may be published. If the entry sets `anchoredNetworks`, this is [`is_claimable`].

@@ -97,9 +97,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         // count as taken. With wg-agent only the node with that key refuses such a Peer, so a copied key harms no other node.
         for (node, observed) in member.filter(|_| runs_kg).into_iter().flat_map(|m| &m.nodes) {
             if let Some(key) = observed.public_key.value() {
-                taken_keys
-                    .entry(*key)
-                    .or_insert_with(|| Holder::Node(node.as_str().into()));
+                taken_keys.entry(*key).or_insert_with(|| Holder::Node(node.into()));
             }
         }
         Self {
@@ -482,7 +480,7 @@ fn has_unlisted_exports(mesh_member: &MeshMember<'_>, member: &Member) -> bool {
 /// by wg-agent in full mode is ignored: it may have just joined. If no other Node is left, the answer is `true`, the safe assumption.
 fn runs_kg(member: &Member, is_held: impl Fn(&str) -> bool) -> bool {
     // kg removes a node's key annotation while it restarts, so held nodes count too.
-    let has_kg = |(name, node): (&String, &Node)| {
+    let has_kg = |(name, node): (&str, &Node)| {
         node.server != Server::Agent && (node.public_key != Claim::Absent || is_held(name))
     };
     member.nodes.iter().any(has_kg) || !member.nodes.values().any(|node| node.server == Server::Agent)

@@ -234,7 +234,7 @@ proptest! {
         // For each mesh: whether wg-agent serves all nodes with a tunnel; `None` = no node has a tunnel.
         let only_agents: Vec<Option<bool>> = reports
             .map(|report| {
-                let has_tunnel = |(name, node): &(&String, &Node)| {
+                let has_tunnel = |(name, node): &(&str, &Node)| {
                     node.public_key != Claim::Absent || report.held.contains_key(*name)
                 };
                 let mut with_tunnel = member.nodes.iter().filter(has_tunnel).peekable();

@@ -10,7 +10,7 @@ use super::keepalive::nat_keepalive;
 use crate::{
     key::PublicKey,
     mesh::{ClusterIdentity, Locations, overlap},
-    observe::{ObservedPeer, PeerRole, PeerSpec},
+    observe::{ObservedPeer, PeerRole, PeerSpec, Rows},
     ownership::{self, Ownership},
     plan::target::{MeshInputs, MeshMember},
 };
@@ -51,7 +51,7 @@ impl Existing<'_> {
 
 /// The existing Peers of a target, of all owners.
 pub(super) struct ExistingPeers<'a> {
-    by_name: Option<&'a BTreeMap<String, ObservedPeer>>,
+    by_name: Option<&'a Rows<ObservedPeer>>,
     /// The first existing Peer with each key, by name.
     by_key: HashMap<PublicKey, Existing<'a>>,
     /// Further existing Peers with a key in `by_key`.
@@ -73,10 +73,10 @@ impl<'a> ExistingPeers<'a> {
         name: &str,
         target: &MeshMember<'a>,
     ) -> (Self, Vec<(&'a str, &'a PeerSpec)>) {
-        let by_name = target.last_observed().and_then(|member| member.peers.as_deref());
+        let by_name = target.last_observed().and_then(|member| member.peers.as_ref());
         let mut index = Self {
             by_name,
-            by_key: HashMap::with_capacity(by_name.map_or(0, BTreeMap::len)),
+            by_key: HashMap::with_capacity(by_name.map_or(0, Rows::len)),
             more_by_key: BTreeMap::new(),
             kept_by_other_meshes: BTreeMap::new(),
             has_unlabelled: false,
@@ -119,7 +119,7 @@ impl<'a> ExistingPeers<'a> {
                 }
             };
             if is_kept {
-                kept.push((&**peer_name, spec));
+                kept.push((peer_name, spec));
             }
             if let Some(source) = source.filter(|_| is_ours)
                 && spec.endpoint.is_some()

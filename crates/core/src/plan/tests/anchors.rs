@@ -253,7 +253,7 @@ fn network_of_an_invalid_node_is_not_anchored() {
 fn member_without_nodes_stores_no_anchored_networks() {
     let (mut mesh, mut seen) = anchored_tenant();
     let nodes = seen.members[&secret("tenant")].last().unwrap().nodes.clone();
-    edit(&mut seen, &secret("tenant"), |m| m.nodes.clear());
+    edit(&mut seen, &secret("tenant"), |m| m.nodes = Rows::default());
     write_plan(&mesh, &mut seen);
     store_anchors(&mut mesh, &seen);
     edit(&mut seen, &secret("tenant"), |m| m.nodes = nodes);

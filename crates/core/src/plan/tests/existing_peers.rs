@@ -336,6 +336,6 @@ fn forbidden_namespace_affects_only_its_own_grant() {
         ]
     );
     // The Peers of a deleted node do not depend on the namespace: they are deleted.
-    edit(&mut seen, &ClusterIdentity::Local, |m| drop(m.nodes.remove("a")));
+    edit(&mut seen, &ClusterIdentity::Local, |m| assert!(m.nodes.remove("a")));
     assert!(all_steps(&mesh, &seen).contains(&(Action::Delete, "m--mgmt--a".to_owned())));
 }

@@ -51,7 +51,7 @@ fn existing_peers(seen: &Observations) -> Vec<(String, PublicKey)> {
         .unwrap();
     let peers = peers.iter();
     peers
-        .map(|(name, peer)| (name.clone(), peer.spec.as_ref().unwrap().public_key))
+        .map(|(name, peer)| (name.to_owned(), peer.spec.as_ref().unwrap().public_key))
         .collect()
 }
 

@@ -178,7 +178,7 @@ fn silent_leader_is_replaced() {
 
 #[test]
 fn leader_is_chosen_in_the_order_of_kg() {
-    let leader_after = |change: fn(&mut BTreeMap<String, Node>)| {
+    let leader_after = |change: fn(&mut Rows<Node>)| {
         let (mesh, mut seen) = kilo_tenant(&[1, 2, 3].map(|n| kg_node(n, Granularity::Location)));
         edit(&mut seen, &secret("tenant"), |m| change(&mut m.nodes));
         let (_, mesh_plan) = plan_mesh(&mesh, &seen);

@@ -195,7 +195,7 @@ fn orphaned_peer_of_an_own_node_is_replaced() {
         let spec = peer.spec.as_ref();
         spec.is_ok_and(|spec| matches!(spec.role, PeerRole::OwnNode(_)))
     });
-    let own: Vec<&str> = own.map(|(name, _)| &**name).collect();
+    let own: Vec<&str> = own.map(|(name, _)| name).collect();
     assert_eq!(own, ["renamed--tenant--x", "renamed--tenant--y", "renamed--tenant--z"]);
 }
 

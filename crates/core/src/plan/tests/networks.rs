@@ -13,7 +13,7 @@ fn anchor_is_replaced_when_unready_but_not_by_an_added_node() {
         peers
             .iter()
             .filter(|(_, p)| p.spec.as_ref().unwrap().allowed_ips.contains(&service))
-            .map(|(n, _)| n.clone())
+            .map(|(n, _)| n.to_owned())
             .collect()
     };
     let first = anchors(&seen);

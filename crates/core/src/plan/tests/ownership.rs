@@ -40,7 +40,7 @@ fn foreign_peer_keeps_its_name_key_and_prefixes() {
         }),
     };
     edit(&mut seen, &ClusterIdentity::Local, |m| {
-        m.nodes.clear();
+        m.nodes = Rows::default();
         m.peers
             .as_mut()
             .unwrap()
@@ -270,7 +270,7 @@ fn peers_of_another_hub_change_only_when_adopted() {
     let mut seen = seen();
     write_plan(&mesh, &mut seen);
     edit(&mut seen, &ClusterIdentity::Local, |m| {
-        m.nodes.clear();
+        m.nodes = Rows::default();
         m.peers
             .as_mut()
             .unwrap()

@@ -105,8 +105,8 @@ fn long_node_names_are_shortened_in_sandbox_access() {
     write_plan(&mesh, &mut seen);
     let node = access(&seen).nodes.into_values().next().unwrap();
     edit(&mut seen, &secret("nb"), |m| {
-        let node = m.nodes.pop_first().unwrap().1;
-        m.nodes.insert(names[0].clone(), node);
+        let node = m.nodes.values().next().unwrap().clone();
+        m.nodes = [(names[0].clone(), node)].into();
     });
     write_plan(&mesh, &mut seen);
     let renamed = access(&seen).nodes.into_values().next().unwrap();
@@ -355,7 +355,7 @@ fn unobserved_sandbox_keeps_nodes_in_sandbox_access() {
         [&postgres_grant("metrics")]
     );
     let mut empty = member;
-    empty.nodes.clear();
+    empty.nodes = Rows::default();
     seen.members.insert(secret("nb"), Observation::Fresh(empty));
     write_plan(&mesh, &mut seen);
     assert_eq!(access(&seen).nodes.len(), 0);
