@@ -193,7 +193,8 @@ impl<'a> Operator<'a> {
         let entries = fs::read_dir(repository().join("docs/operations")).unwrap();
         let pages = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
         let mut left_out = Vec::new();
-        // The overview docs/operations/README.md has no commands. `path` turns its name into the README of the repository.
+        // docs/operations/README.md is an overview without commands. `path` turns its name into the README.md of the repository,
+        // which is checked instead.
         for page in pages {
             for script in scripts(&page) {
                 let is_excluded = NOT_RUN

@@ -105,7 +105,7 @@ async fn flow_survives_changes_of_other_nodes_and_agents(mesh: &Mesh<'_>) {
         published.elapsed().as_secs_f64()
     );
     mesh.product.wait_until_ready().await.unwrap();
-    // A node without a handshake would report the dead node without sending to it.
+    // Without a handshake before the power cut, a node of the hub would go on sending initiations, and report the dead node, too.
     for node in mesh.hub.nodes() {
         wait_until(
             format!("handshakes of {} with three peers", node.name()),

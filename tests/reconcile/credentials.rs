@@ -289,7 +289,7 @@ async fn usable_kubeconfigs_are_changed_in_place(env: &TestEnv, proxy: &FaultyAp
     env.write_secret("tenant-a", &proxy.kubeconfig(original)).await;
     until_tenant(env, None, value).await;
 
-    // A new account invalidates the token. The API server ends no watch for this; the proxy does.
+    // A new account invalidates the token. The API server does not end open watches because of this; `proxy.set` closes them.
     let account = |verb| [verb, "serviceaccount", "-n", NAMESPACE, "clustermesh-controller"];
     env.lab.cluster("tenant-a").kubectl(account("delete")).await.unwrap();
     env.lab.cluster("tenant-a").kubectl(account("create")).await.unwrap();
@@ -309,7 +309,7 @@ async fn usable_kubeconfigs_are_changed_in_place(env: &TestEnv, proxy: &FaultyAp
     env.write_secret("tenant-a", &renewed).await;
     until_tenant(env, None, value).await;
 
-    // Another key of the Secret, and there a context that is not the current one.
+    // The entry names another key of the Secret. The current-context there does not exist, so the entry must also name a context.
     let mut two: Value = serde_json::from_str(&renewed).unwrap();
     two["current-context"] = json!("other");
     write_keys(env, &[("value", &renewed), ("second", &two.to_string())]).await;
@@ -322,7 +322,7 @@ async fn usable_kubeconfigs_are_changed_in_place(env: &TestEnv, proxy: &FaultyAp
     until_tenant(env, None, ("second", Some("c"))).await;
     write_keys(env, &[("second", &two.to_string())]).await;
 
-    // The Peer of this new node is the last write.
+    // The Peer of this new node is written last: once it exists, any rewrite of other objects would be visible.
     env.create_node("tenant-a", 2, 2).await;
     let peers = ["prod--tenant-a--tenant-a-1", "prod--tenant-a--tenant-a-2"];
     env.until_peers("mgmt", &peers, SOON).await;

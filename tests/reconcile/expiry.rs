@@ -112,10 +112,10 @@ async fn credentials_that_expire_are_reported_until_renewed() {
     let (first, expires) = token(&env).await;
     write_credentials(&env, &format!("    token: {first}\n")).await;
     until_expiry(&env, Some(expires)).await;
-    // A token for a day, which is new.
+    // A token for a day counts as expiring only in its last tenth, and this one is new.
     env.until_condition("Degraded", "False/AllServed", SOON).await;
 
-    // Valid for some years, and two more days.
+    // A certificate that has been valid for years and expires in two days.
     let soon = now() + 2 * 24 * 3600;
     write_credentials(&env, &certificate(&env, soon)).await;
     env.until_condition("Degraded", "True/CredentialsExpiring", LATER).await;

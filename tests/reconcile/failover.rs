@@ -82,7 +82,8 @@ fn replica(processes: &[String], write: &AuditedWrite) -> usize {
     found.unwrap_or_else(|| panic!("{write:?} is of none of {processes:?}"))
 }
 
-/// Waits for a write of replica `index` to each member since `from`, and checks that the other replica writes nothing after it.
+/// Waits for three writes of replica `index` to each member since `from`. Checks that after the first of them the other replica
+/// writes nothing.
 async fn until_only_writer(replicas: &Replicas<'_>, index: usize, from: &str) {
     let env = replicas.env;
     let is_of = |write: &AuditedWrite| replica(&replicas.processes, write) == index;
@@ -235,8 +236,8 @@ async fn leader_is_cut_off_from_the_hub(replicas: &Replicas<'_>) {
     until_only_writer(replicas, 1, &from).await;
 }
 
-/// Replica 1 leads before, replica 0 after. While replica 0 is cut off from the hub, a node of the hub joins. When it is connected again,
-/// TCP waits for seconds before it sends the lost events again.
+/// Replica 1 leads before, replica 0 after. While replica 0 is cut off from the hub, a node of the hub joins. When replica 0 is
+/// connected again, the hub's TCP waits for seconds before it retransmits the lost events.
 async fn replica_with_an_old_view_takes_over(replicas: &mut Replicas<'_>) {
     let env = replicas.env;
     let hub = format!("{}/32", env.hub().plan().api_address());
@@ -267,7 +268,7 @@ async fn replica_with_an_old_view_takes_over(replicas: &mut Replicas<'_>) {
     replicas.restart(1).await;
 }
 
-/// Replica `index` leads before, and one of both after.
+/// Replica `index` leads before, and either replica after.
 async fn hub_is_down(replicas: &Replicas<'_>, index: usize) {
     let env = replicas.env;
     env.hub().kill_api().unwrap();
@@ -280,7 +281,7 @@ async fn hub_is_down(replicas: &Replicas<'_>, index: usize) {
     env.annotate("mgmt", "mgmt-1", "example.com/turn", Some("after")).await;
 }
 
-/// One of both leads before, the other one after.
+/// Either replica leads before, the other one after.
 async fn leader_exits(replicas: &mut Replicas<'_>) {
     let env = replicas.env;
     wait_until("a leader", SOON, async || match leader(env).await {
@@ -359,7 +360,7 @@ async fn leader_without_lease_writes_only_where_it_renews_one() {
     lease_is_taken_by_age_and_not_by_its_times(&env).await;
 }
 
-/// The clock of another replica differs by an hour.
+/// The Lease of another replica, `ghost_0`, has times of years ago and then of the far future, as from a clock that is wrong.
 async fn lease_is_taken_by_age_and_not_by_its_times(env: &TestEnv) {
     let lease = [
         "-n",

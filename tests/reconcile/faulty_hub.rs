@@ -1,5 +1,5 @@
-//! Tests a hub that answers slowly or refuses status writes: its members follow one another, nothing is deleted, and the log, `/readyz`, and
-//! the status as far as it can be written, say so.
+//! Tests a hub that answers slowly, does not answer, or refuses status writes. Its members still get each other's new nodes, and
+//! nothing is deleted. The log and `/readyz` report the fault.
 
 use std::time::Duration;
 
@@ -80,7 +80,7 @@ async fn members_follow_while_the_hub_is_slow_or_refuses_writes() {
 
     refused_status_is_named(&env, &controller, &hub).await;
 
-    // Without an answer, the members are served on.
+    // While the hub does not answer, the controller still writes into the members.
     hub.set(Some(Fault::Closed));
     until_page_contains(&env, &controller, "but: lease: the hub does not answer").await;
     new_node_reaches_other_member(&env, 5).await;
@@ -116,7 +116,7 @@ async fn until_registered(env: &TestEnv, nodes: i64) {
     .unwrap();
 }
 
-/// Reads work while the hub refuses each write of a status.
+/// The hub refuses each write of a status, but no other request: members get new nodes, and `/readyz` names the refusal.
 async fn refused_status_is_named(env: &TestEnv, controller: &Running, hub: &FaultyApi) {
     hub.set(Some(Fault::Status(Requests::Status, 403)));
     new_node_reaches_other_member(env, 3).await;

@@ -1,5 +1,5 @@
-//! Tests members whose API servers misbehave in each way that a proxy can produce. The status of the mesh says what is wrong since when, the
-//! other members follow one another, and the log does not grow with the number of failures.
+//! Tests members whose API servers misbehave in each way that a proxy can produce. The status of the mesh shows what is wrong and
+//! since when, changes of the other members still reach each other, and the log does not grow with the number of failures.
 
 use std::{
     sync::atomic::{AtomicU16, Ordering},
@@ -86,7 +86,7 @@ const CASES: [&[Case]; 3] = [
         (
             Fault::Filler(64 << 20),
             "MemberStale",
-            // Of a list, or of an event of a watch.
+            // The rest of the message depends on whether a list or a watch event is too large. Either can occur.
             "over its budget: its API server",
         ),
     ],
@@ -151,7 +151,7 @@ async fn cases(env: &TestEnv, controller: &Running, proxy: &FaultyApi, member: &
     for (fault, reason, text) in cases {
         let before = lines(controller);
         proxy.set(Some(*fault));
-        // A write into the faulty member is due.
+        // This change also requires a write into the faulty member.
         others_follow(env, port).await;
         let problem = until_problem(env, member, Some((reason, text))).await.unwrap();
         let lines = lines(controller) - before;

@@ -8,8 +8,8 @@ use clustermesh_tests::test_env::{LATER, TestEnv, key};
 use kube::{Api, ResourceExt, api::ListParams};
 use serde_json::{Value, json};
 
-/// The meshes of tenant-a share one Secret, those of tenant-b have one each.
 const MESHES: u8 = 50;
+/// The number of meshes with tenant-a; the others have tenant-b. The former share one Secret, the latter have one each.
 const OF_TENANT_A: u8 = 25;
 
 /// Mesh `n` has node `n` of the hub and node `n` of a tenant.
@@ -39,6 +39,7 @@ async fn list(env: &TestEnv) -> Vec<ClusterMesh> {
     meshes.list(&ListParams::default()).await.unwrap().items
 }
 
+/// The condition `Ready` as `REASON/MESSAGE`; empty if there is none.
 fn ready(mesh: &ClusterMesh) -> String {
     let conditions = mesh.status.iter().flat_map(|status| &status.conditions);
     let ready = conditions.into_iter().find(|condition| condition.type_ == "Ready");
@@ -82,25 +83,25 @@ fn counts(env: &TestEnv) -> BTreeMap<&'static str, usize> {
         .into()
 }
 
-/// The meshes whose objects or status the writes name.
+/// The names of the meshes to whose objects or status the writes belong. A write that names no mesh is returned whole.
 fn meshes_of(writes: &[String]) -> BTreeSet<&str> {
-    let name = |write: &'_ str| -> Option<usize> { write.find("mesh-") };
+    let position = |write: &'_ str| -> Option<usize> { write.find("mesh-") };
     writes
         .iter()
-        .map(|write| name(write).map_or(&**write, |at| &write[at..at + "mesh-00".len()]))
+        .map(|write| position(write).map_or(&**write, |at| &write[at..at + "mesh-00".len()]))
         .collect()
 }
 
 #[tokio::test]
 async fn fifty_meshes_share_a_hub_and_write_only_their_own() {
     let env = TestEnv::start(&["mgmt", "tenant-a", "tenant-b"]).await;
-    let own = env.kubeconfig("tenant-b").await;
+    let kubeconfig = env.kubeconfig("tenant-b").await;
     for n in 1..=MESHES {
         let (cluster, m, secret) = tenant(n);
         env.create_node("mgmt", 1, n).await;
         env.create_node(cluster, m, n).await;
         if cluster == "tenant-b" {
-            env.write_secret_as(&secret, &own).await;
+            env.write_secret_as(&secret, &kubeconfig).await;
         }
     }
     let _controller = env.start_controller().await;
@@ -161,8 +162,8 @@ async fn released_network_wakes_only_the_waiting_mesh(env: &TestEnv) {
     env.apply_mesh(&with_network(30)).await;
     wait_until("the overlap", LATER, async || {
         let meshes = list(env).await;
-        let states = meshes.iter().filter(|mesh| ready(mesh).starts_with("NetworksOverlap/"));
-        let names: Vec<String> = states.map(ResourceExt::name_any).collect();
+        let overlapping = meshes.iter().filter(|mesh| ready(mesh).starts_with("NetworksOverlap/"));
+        let names: Vec<String> = overlapping.map(ResourceExt::name_any).collect();
         if names == ["mesh-30"] {
             Ok(())
         } else {

@@ -182,7 +182,7 @@ async fn member_with_renamed_secret_keeps_its_objects() {
         SOON,
         async || {
             // `silent` is null in each session whose API server answers. A session has read its cluster if it knows the
-            // cluster's UID. A state with two mentions of the renamed Secret contains its session; the other mention is in the mesh.
+            // cluster's UID. The page names the renamed Secret once in the mesh, and a second time if its session exists.
             let state = env.page("/debug/state").await;
             let responsive = state.matches("\"silent\": null,\n").count();
             let named = state.matches("renamed key").count();

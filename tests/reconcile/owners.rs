@@ -59,7 +59,7 @@ async fn copy_secret(env: &TestEnv, member: &str, namespace: &str, name: &str) {
     env.hub().apply(&copy.to_string()).await.unwrap();
 }
 
-/// `status/reason` and message of a condition of a mesh in another namespace than [`NAMESPACE`].
+/// Waits until a condition of the mesh `prod` in a namespace has this `status/reason`. Returns the message of the condition.
 async fn until_condition(env: &TestEnv, namespace: &str, kind: &str, want: &str) -> String {
     let path = format!(
         "jsonpath={{range .status.conditions[?(@.type==\"{kind}\")]}}{{.status}}/{{.reason}} {{.message}}{{end}}"
@@ -146,7 +146,7 @@ async fn meshes_with_equal_names_and_keys_keep_their_objects() {
     let of_other = peers_of(&env, &hub, OTHER).await;
     let wanted = [format!("mgmt {OURS}"), "tenant-a prod--mgmt--mgmt-1".to_owned()];
     assert_eq!(names_of(&of_first), wanted);
-    // The readable name of the first Peer is taken by the other mesh.
+    // A Peer of the mesh in `NAMESPACE` has the name without a suffix, so this one has a suffix.
     let names = names_of(&of_other);
     assert!(
         names.len() == 2 && names[0].starts_with(&format!("mgmt {OURS}-")),
@@ -192,7 +192,8 @@ async fn account_has_no_unneeded_rights(env: &TestEnv) {
     }
 }
 
-/// A mesh that names a cluster as a mesh of another namespace does gets neither that mesh's Secret nor its network.
+/// Two meshes in different namespaces have an entry of the same name, which names a Secret of the same name. The newer mesh gets
+/// neither the Secret nor the network of the older mesh.
 async fn mesh_of_another_namespace_gets_no_credentials_or_networks(env: &TestEnv, hub: &str) {
     let before = peers_of(env, hub, NAMESPACE).await;
     let other = other_mesh(env);
@@ -224,7 +225,7 @@ async fn mesh_of_another_namespace_gets_no_credentials_or_networks(env: &TestEnv
     assert_eq!(peers_of(env, hub, NAMESPACE).await, before);
 }
 
-/// An edit of the mesh that has the network wakes the mesh that waits for it.
+/// When the mesh in [`NAMESPACE`] gives up the network, the mesh in [`OTHER`] gets it without a change of its own.
 async fn released_network_is_accepted_in_the_waiting_mesh(env: &TestEnv) {
     env.apply_mesh(&first_mesh(env)).await;
     until_condition(env, OTHER, "Ready", "True/Meshed").await;

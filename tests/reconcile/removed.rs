@@ -64,8 +64,8 @@ async fn mesh_is_cleaned_up_after_a_member_secret_is_deleted() {
     until_removed_clusters(&env, <[_]>::is_empty).await;
     env.until_condition("Ready", "True/Meshed", SOON).await;
 
-    // The deletion of their namespace may delete a Secret before the mesh, and nothing can be created there any more, such as an Event. No
-    // namespace controller runs here.
+    // When their namespace is deleted, the Secret may be deleted before the mesh, and nothing can be created in the namespace any
+    // more, not even an Event. No namespace controller runs here, so the test deletes the Secret and the mesh itself.
     let words = ["delete", "namespace", NAMESPACE, "--wait=false"];
     env.hub().kubectl(words).await.unwrap();
     delete(&env, ["secret", "tenant-a-kubeconfig"]).await;

@@ -37,13 +37,13 @@ pub(crate) const MESH: &str = "prod";
 pub(crate) const STABLE_NODES: u8 = 3;
 /// All nodes of a cluster.
 pub(crate) const NODES: u8 = 8;
-/// Tokens of the controller in each member, which take turns when the Secret is written.
+/// The number of kubeconfigs for each tenant, each with another token. [`Clusters::write_secret`] uses them in turn.
 const KUBECONFIGS: usize = 6;
 /// The timeout of each request.
 const TIMEOUT: Duration = Duration::from_secs(5);
 /// How long [`Clusters::until_done`] tries.
 const PATIENCE: Duration = Duration::from_secs(240);
-/// Tests annotate foreign Peers so, to find them again.
+/// An annotation of the foreign Peers, which shows people where these come from. No check reads it.
 const FOREIGN: &str = "example.com/foreign";
 
 /// One replica of the controller.
@@ -78,7 +78,8 @@ async fn in_time<T>(request: impl Future<Output = Result<T, kube::Error>>) -> an
 }
 
 impl Clusters {
-    /// Starts API servers with Nodes, proxies before those of the tenants, and two replicas of the controller; then the mesh is Ready.
+    /// Starts API servers with Nodes, a proxy in front of each tenant's API server, and two replicas of the controller. Returns
+    /// when the mesh is Ready.
     pub(crate) async fn start() -> anyhow::Result<Self> {
         let env = TestEnv::start(&CLUSTERS).await;
         env.lab.add_host("proxies", "172.30.1.202".parse()?).await?;
@@ -206,7 +207,8 @@ impl Clusters {
     pub(crate) async fn set_paused(&self, is_paused: bool) -> anyhow::Result<()> {
         let mut spec = self.spec.lock().await;
         spec.is_paused = is_paused;
-        // The pause counts from the end of the first request to the begin of the second.
+        // The ledger counts only the time in which the mesh is certainly paused: from the end of the request that pauses it to
+        // the begin of the request that resumes it.
         if !is_paused {
             self.ledger().end(&Scope::Pause, now());
         }

@@ -37,8 +37,8 @@ pub(crate) enum Fault {
     SecretRotated(&'static str),
     EntryRemoved(&'static str),
     Paused,
-    /// A Peer of a stable node loses the label with the name of its mesh. If the node got another key meanwhile, the controller would
-    /// keep the Peer, and with it the addresses of the node (design rule 2).
+    /// A Peer loses the label with the name of its mesh. It is the Peer of a stable node, whose key does not change: if the key
+    /// changed while the label was missing, the controller would keep this Peer, and with it the node's addresses (design rule 2).
     LabelLost(&'static str),
     /// A Peer loses all labels, so that it counts as foreign.
     LabelsLost(&'static str),
@@ -48,7 +48,7 @@ pub(crate) enum Fault {
     ForeignPeer(&'static str),
 }
 
-/// What only one fault at a time may use.
+/// A resource that only one fault at a time may use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Resource {
     Replicas,
@@ -63,7 +63,7 @@ impl Fault {
     pub(crate) fn draw(random: &mut Random) -> Self {
         let (cluster, tenant) = (random.choose(&CLUSTERS), random.choose(&TENANTS));
         let proxy_fault = random.choose(&ProxyFault::NAMED).1;
-        // An API server takes seconds to start, which keeps others from being tested, so it gets less than its share.
+        // A killed API server takes seconds to start again. Until then faults that need it cannot begin, so few numbers kill one.
         match random.below(24) {
             0 => Self::LeaderKilled,
             1 => Self::LeaderStopped,
@@ -190,11 +190,11 @@ impl Fault {
             }
             Self::SecretRotated(tenant) => clusters.write_secret(tenant).await?,
             Self::EntryRemoved(tenant) => {
-                // Also after an error: the request may have been executed.
                 let removed = clusters.set_entry(tenant, false).await;
                 if removed.is_ok() {
                     sleep(lasts).await;
                 }
+                // The entry is added also after an error: the request that removes it may have been executed.
                 let add = async || clusters.set_entry(tenant, true).await;
                 clusters.until_done("add the entry again", add).await;
                 removed?;
@@ -202,7 +202,7 @@ impl Fault {
             Self::Paused => {
                 let paused = clusters.set_paused(true).await;
                 if paused.is_ok() {
-                    // Long enough for writes that are in flight, which are not judged.
+                    // In the first 60 s of a pause the ledger permits writes, which may still be in flight. So it lasts longer.
                     sleep(Duration::from_secs(75)).await;
                 }
                 let resume = async || clusters.set_paused(false).await;
@@ -246,7 +246,7 @@ impl Fault {
                 if created.is_ok() && clusters.add_node(source, n).await.is_ok() {
                     sleep(lasts).await;
                 }
-                // Also after an error: the request may have been executed.
+                // The Peer is deleted also after an error: the request that creates it may have been executed.
                 delete_foreign_peers(clusters, cluster).await;
                 let remove = async || clusters.remove_node(source, &format!("{source}-{n}")).await;
                 clusters.until_done("remove the new node", remove).await;

@@ -30,7 +30,7 @@ struct Doubt {
     to: Option<i64>,
 }
 
-/// All doubts, and the names of the nodes.
+/// All doubts, and the name of the mesh.
 #[derive(Debug, Default)]
 pub(crate) struct Ledger {
     doubts: Vec<Doubt>,
@@ -101,7 +101,7 @@ impl Ledger {
         })
     }
 
-    /// Judges the controller's writes into a member, without those of Leases and of the ClusterMesh itself.
+    /// Judges those of the controller's writes into a member that wrote a Peer or a PeerPolicy and succeeded.
     pub(crate) fn judge(&self, member: &str, writes: &[AuditedWrite]) -> (Judged, Vec<Violation>) {
         let (mut judged, mut violations) = (Judged::default(), Vec::new());
         for write in writes {

@@ -8,11 +8,11 @@
 //! - Every member holds a Peer with the key and the endpoint of each node of the other members, and no other Peer. This is compared with
 //!   the Nodes themselves, without the planner.
 //! - The controller then writes nothing more (30 s).
-//! - The audit logs of all members contain no delete that no plan asked for: a delete of a Peer is a violation if for 60 s before it the
-//!   Node existed with one key and both members' entries were in the mesh; a delete of a PeerPolicy, if both entries were. So a Secret
-//!   that is missing, an API server that is away or lies, a lost label, an edit by hand and a change of leader excuse no delete. Three
-//!   nodes of each cluster are never removed and keep their keys.
-//! - They contain no write of Peers or PeerPolicies in a pause, from a minute after its begin.
+//! - The audit logs of all members contain only planned deletes. The delete of a Peer is a violation if in the 60 s before it the
+//!   Node existed with one key, and the entries of both members were in the mesh. The delete of a PeerPolicy is a violation if
+//!   both entries were in the mesh. So a missing Secret, an API server that is away or lies, a lost label, an edit by hand and a
+//!   change of leader excuse no delete. Three nodes of each cluster are never removed and keep their keys.
+//! - The audit logs contain no write of Peers or PeerPolicies while the mesh is paused, except in the first minute of a pause.
 //!
 //! Exit code 1 if one of these does not hold.
 #![forbid(unsafe_code)]
@@ -49,7 +49,7 @@ const MAX_FAULTS: usize = 4;
 #[derive(Debug, Parser)]
 #[command(name = "cargo xtask soak", bin_name = "cargo xtask soak")]
 struct Args {
-    /// Draws the faults and the changes of Nodes. By default the time.
+    /// The seed from which the faults and the changes of Nodes are drawn. Default: the current time.
     #[arg(long)]
     seed: Option<u64>,
     /// How long faults happen. After that the members have ten minutes to become as planned.

@@ -16,29 +16,31 @@ use crate::{
 /// How long the members may take to become as planned. A pause of a backoff lasts up to a minute, and a node without its key keeps its
 /// Peer for five minutes.
 const PATIENCE: Duration = Duration::from_secs(600);
-/// How long nothing is written at the end.
+/// The time at the end in which nothing may be written.
 const QUIET: Duration = Duration::from_secs(30);
 
 /// Waits until the members are as planned, and judges all writes of the run.
 pub(crate) async fn check(clusters: &Clusters) -> (Judged, Vec<Violation>) {
     let mut violations = Vec::new();
-    let mut state = |why, result: Result<(), String>| {
+    let mut record = |why, result: Result<(), String>| {
         if let Err(write) = result {
+            // Such a violation has no single member and no write: the error takes the place of the write.
             let member = "the mesh".to_owned();
             violations.push(Violation { member, write, why });
         }
     };
     let restored = restore(clusters).await;
-    state("cannot end the faults", restored.map_err(|error| format!("{error:#}")));
+    record("cannot end the faults", restored.map_err(|error| format!("{error:#}")));
     let settled = wait_until("all members to be as planned", PATIENCE, async || {
         is_settled(clusters).await.map_err(|error| format!("{error:#}"))
     });
-    state("not as planned", settled.await.map_err(|error| error.to_string()));
-    let before = written(clusters);
+    record("not as planned", settled.await.map_err(|error| error.to_string()));
+    let before = peer_and_policy_writes(clusters);
     tokio::time::sleep(QUIET).await;
-    let late: Vec<String> = written(clusters).difference(&before).cloned().collect();
+    let after = peer_and_policy_writes(clusters);
+    let late: Vec<String> = after.difference(&before).cloned().collect();
     let late = if late.is_empty() { Ok(()) } else { Err(late.join("; ")) };
-    state("written although nothing changed", late);
+    record("written although nothing changed", late);
 
     let mut judged = Judged::default();
     for cluster in CLUSTERS {
@@ -51,7 +53,7 @@ pub(crate) async fn check(clusters: &Clusters) -> (Judged, Vec<Violation>) {
     (judged, violations)
 }
 
-/// Ends what a fault that could not end has left.
+/// Deletes the foreign Peers that a fault has created and could not delete.
 async fn restore(clusters: &Clusters) -> anyhow::Result<()> {
     for cluster in CLUSTERS {
         clusters.delete_foreign_peers(cluster).await?;
@@ -107,8 +109,8 @@ fn writes(clusters: &Clusters, cluster: &str) -> Vec<AuditedWrite> {
     writes
 }
 
-/// All writes of Peers and PeerPolicies.
-fn written(clusters: &Clusters) -> BTreeSet<String> {
+/// All writes of Peers and PeerPolicies, in all clusters.
+fn peer_and_policy_writes(clusters: &Clusters) -> BTreeSet<String> {
     let all = CLUSTERS.iter().flat_map(|cluster| {
         let writes = writes(clusters, cluster);
         writes

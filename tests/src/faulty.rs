@@ -36,7 +36,7 @@ pub enum Fault {
     Truncated,
     /// Each response is the beginning of a JSON object, and complete as far as HTTP shows.
     NotJson,
-    /// Each response is a list with a name of this many bytes.
+    /// Each response is a list of one object, whose name has about this many bytes.
     Filler(usize),
     /// Each connection is closed.
     Closed,
@@ -113,14 +113,14 @@ pub struct FaultyApi {
 
 /// What serves the connections.
 struct Server {
-    /// With the certificate, and with that of [`Fault::OtherAuthority`].
+    /// The TLS acceptors for the proxy's certificate, and for the one of [`Fault::OtherAuthority`].
     tls: [TlsAcceptor; 2],
     upstream: Client,
     began: Instant,
 }
 
 impl FaultyApi {
-    /// Starts a proxy for the API server of `cluster` that listens on a host of the lab. It passes the credentials of its clients on.
+    /// Starts a proxy on a host of the lab, in front of the API server of `cluster`. It passes the credentials of its clients on.
     pub async fn start(host: &Machine<'_>, port: u16, cluster: &Cluster<'_>) -> Self {
         let mut config = Kubeconfig::from_yaml(&cluster.kubeconfig().unwrap()).unwrap();
         config.auth_infos[0].auth_info = Some(Default::default());
@@ -297,7 +297,7 @@ enum ProxyBody {
         body: Body,
         is_over: bool,
     },
-    /// A list with a name of this many bytes.
+    /// See [`Fault::Filler`]. `begin` is sent first, then `left` bytes, then the end of the list.
     Filler {
         begin: Option<String>,
         left: usize,

@@ -1,5 +1,5 @@
-//! Reads from credentials when they expire. Nothing is verified: a token or certificate with another date than its issuer's only
-//! makes its own entry in a status wrong.
+//! Reads from credentials when they expire. Signatures are not verified: a forged date only makes the status show a wrong date
+//! for the same token or certificate.
 
 use base64::{
     Engine,

@@ -82,7 +82,7 @@ pub async fn build_member_client(
     account: &Account,
 ) -> Result<MemberClient, MemberClientError> {
     let config = kubeconfig::read(text, context, hub).await?;
-    // The checks leave no other value in the kubeconfig that can be invalid.
+    // Only the certificates can still be invalid: `kubeconfig::read` has checked all other values.
     let client =
         build_client(&config, hub, account).map_err(|error| MemberClientError::Certificates(Box::new(error)))?;
     Ok(MemberClient {

@@ -93,7 +93,7 @@ fn entry(cluster: usize) -> Cluster {
     }
 }
 
-/// A Node of a cloud, as its agent annotates it, with an image list like that of the kubelet.
+/// A Node of a cloud, as its agent annotates it.
 fn node(cluster: usize, number: usize, port: u16) -> Node {
     let mut key = [0x5a; 32];
     key[..4].copy_from_slice(&u32::try_from(cluster * 100_000 + number).unwrap().to_be_bytes());
@@ -231,7 +231,7 @@ impl World {
                 }
             }
         }
-        // The controller stores the anchors in the status.
+        // The controller stores the anchors and the accepted networks in the status, and the next plan starts from them.
         let planned = &plan.meshes[&self.mesh.id];
         for cluster in &mut self.mesh.clusters {
             cluster.previous_anchors = planned.clusters[&cluster.name].anchored.clone();

@@ -56,8 +56,8 @@ pub(crate) enum Command {
     ///
     /// (with sandboxes also sandboxaccesses,sandboxgateways; without peerpolicies where that CRD is not installed). For a
     /// member without files nothing is planned, and its Peers in other members are kept. Give all ClusterMeshes of the hub,
-    /// because the plan leaves the objects of a missing ClusterMesh unchanged, as objects of another hub. If a member's files
-    /// have no Peers, every planned Peer is shown as a create. Host names in endpoint annotations are not resolved.
+    /// because the plan treats the objects of a missing ClusterMesh as objects of another hub, and leaves them unchanged. If a
+    /// member's files have no Peers, every planned Peer shows as a create. Host names in endpoint annotations are not resolved.
     ///
     /// Exit code: 0 success, 1 error; with --exit-code also 2 when an object would change.
     Plan(PlanArgs),

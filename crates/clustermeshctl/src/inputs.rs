@@ -252,7 +252,7 @@ fn member(objects: &Objects) -> Member {
         .map(|(name, node)| (name.clone(), convert::node::to_core(node)))
         .collect();
     // Files may have been saved at any earlier time. So the ages of kg's check-ins (`last-seen`) are measured from the newest check-in in
-    // the cluster, and from now only if that is earlier.
+    // the cluster, unless this check-in is in the future. Then they are measured from now.
     let last_seen = objects.nodes.iter();
     let last_seen = last_seen.filter_map(|(name, node)| Some((name.clone(), convert::node::last_seen(node)?)));
     for (name, age) in checkin::ages(&last_seen.collect(), k8s_openapi::jiff::Timestamp::now().as_second()) {

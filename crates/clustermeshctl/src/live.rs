@@ -55,7 +55,7 @@ impl LiveClusters {
         check_names("--cluster", files.keys(), &names)?;
         check_names("--member-context", args.members.iter().map(|(name, _)| name), &names)?;
         let reads = names.iter().map(|(identity, name)| {
-            // Two meshes may name the same Secret with different keys: two identities of one cluster, with one name.
+            // Cloned, because two identities can have one name: two meshes may name the same Secret with different keys.
             let file = files.get(name).cloned();
             let hub = &hub;
             async move {

@@ -30,7 +30,7 @@ pub(crate) mod fixture;
 #[cfg(test)]
 mod tests;
 
-/// The exit code if the hub cannot be read, also for errors.
+/// The exit code if the hub cannot be read, and for all other errors of `status` and `graph`.
 pub(crate) const CANNOT_TELL: u8 = 2;
 
 /// How often `--watch` reads the hub.
@@ -67,7 +67,7 @@ pub(crate) async fn run(
             _ = tokio::signal::ctrl_c() => return Ok(code),
             () = tokio::time::sleep(POLL_INTERVAL) => {}
         }
-        // The hub may be away for a moment. The last state stays on the screen, below the error.
+        // The hub may be away for a moment. Then the error replaces the status, until the hub can be read again.
         let read = async { show(&hub.read().await?, None, args) };
         let text = match read.await {
             Ok((new_code, text)) => {

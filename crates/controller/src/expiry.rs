@@ -9,7 +9,7 @@ pub(crate) const EXPIRING: &str = "CredentialsExpiring";
 /// The reason for credentials that have expired.
 pub(crate) const EXPIRED: &str = "CredentialsExpired";
 
-/// How long before they expire credentials are reported, at most.
+/// Credentials are reported at most this long before they expire.
 const WARNING: SignedDuration = SignedDuration::from_hours(7 * 24);
 
 /// Returns the cause of the condition `Degraded` if the credentials of a member expire soon or have expired.
@@ -32,8 +32,8 @@ pub(crate) fn find_cause(entry: &str, identity: &ClusterIdentity, expiry: &Expir
     Some(Cause::of_member("Degraded", reason, entry, message))
 }
 
-/// Credentials that are valid for less than 70 days are reported in the last tenth of that time: what renews an hourly token every
-/// half hour needs no warning.
+/// Returns the time from which on credentials are reported. Those that are valid for less than 70 days are reported in the last
+/// tenth of that time: a token of one hour that is renewed every half hour needs no warning.
 fn warned_from(expiry: &Expiry) -> Timestamp {
     let life = expiry.issued.map(|issued| issued.duration_until(expiry.expires));
     let warning = life.map_or(WARNING, |life| (life / 10).clamp(SignedDuration::ZERO, WARNING));

@@ -234,9 +234,9 @@ impl<V: Clone + PartialEq> Feed<V> {
         self.lock().malformed.clone()
     }
 
-    /// Sets the trust, except that the feed becomes [`Trust::Live`] only after a list that [`Self::read_again`] required. [`Trust::Absent`]
-    /// also removes all rows. Wakes the reconcile loop if the trust changed or a refusal continues.
-    /// Returns whether the trust changed.
+    /// Sets the trust. [`Trust::Live`] is ignored while a list that [`Self::read_again`] required is not complete.
+    /// [`Trust::Absent`] also removes all rows. Wakes the reconcile loop if the trust changed, or if the API server still denies
+    /// the kind (403). Returns whether the trust changed.
     pub(crate) fn set_trust(&self, trust: Trust) -> bool {
         let mut table = self.lock();
         let required = *self.required_list.borrow();
@@ -286,7 +286,7 @@ impl<V: Clone + PartialEq> Feed<V> {
         self.changed.notify_one();
     }
 
-    /// Whether a list that [`Self::read_again`] required is not complete. False while the first list is not.
+    /// Whether a list that [`Self::read_again`] required is not complete. False while the trust is [`Trust::Pending`].
     pub(crate) fn needs_list(&self) -> bool {
         let table = self.lock();
         table.trust != Trust::Pending && table.last_list < *self.required_list.borrow()

@@ -119,8 +119,8 @@ impl Report {
         }
     }
 
-    /// Returns the status that replaces `before`. A condition whose `status` did not change keeps its `lastTransitionTime`, and
-    /// a problem that was listed before its `since`.
+    /// Returns the status that replaces `before`. A condition whose `status` did not change keeps its `lastTransitionTime`. A
+    /// problem that `before` lists keeps its `since`.
     pub(crate) fn status(&self, before: Option<&ClusterMeshStatus>, now: &meta::Time) -> ClusterMeshStatus {
         let conditions = self.conditions.iter().map(|condition| {
             let status = if condition.status { "True" } else { "False" };
@@ -194,7 +194,8 @@ pub(crate) fn build_report(input: &ReportInput<'_>) -> Report {
                 input.broken,
                 input.outstanding,
             );
-            // After the other causes of Degraded, of which each is already a fault.
+            // The causes of Degraded precede those of EgressResolved. Credentials come last among them: the others are faults
+            // already.
             let end = causes.iter().position(|cause| cause.kind == "EgressResolved");
             let end = end.unwrap_or(causes.len());
             causes.splice(end..end, expiring(input));

@@ -175,7 +175,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         };
         tokio::select! {
             () = meshes_changed.notified() => {}
-            // Fails only if the election has ended, with the process.
+            // Never fails, because `election` owns the sender.
             Ok(()) = leadership.changed() => {}
             () = due => {}
             () = stop.cancelled() => break,

@@ -74,12 +74,12 @@ struct Connection {
     not_fresh_since: Option<Instant>,
 }
 
-/// What writes into a member need.
+/// The client and the Lease for writes into a member.
 #[derive(Clone)]
 pub(crate) struct Writer {
     /// Sends requests only while this replica may write into the member.
     pub(crate) client: Client,
-    /// `None` in the hub, where the Lease of the leader is.
+    /// The Lease in the member. `None` in the hub, for which the election has the Lease.
     pub(crate) fence: Option<Arc<Fence>>,
     /// Ends the tasks of the fence when the connection is replaced.
     _end: Arc<DropGuard>,
@@ -246,7 +246,7 @@ impl Session {
             && connection.not_fresh_since.is_some_and(|since| since.elapsed() < GRACE)
     }
 
-    /// What writes need. `None` = the credentials are missing, unusable or not read yet.
+    /// Returns the client and the Lease for writes. `None` = the credentials are missing, unusable or not read yet.
     pub(crate) fn writer(&self) -> Option<Writer> {
         let connection = self.shared.connection();
         match connection.credentials {

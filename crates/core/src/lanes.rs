@@ -93,7 +93,8 @@ fn is_revoking(step: &Step, order: &PeerOrder, existing: &Rows<ObservedPeer>) ->
     }
 }
 
-/// A prefix that moves from one Peer to another, or the key of a Peer that is created. An existing Peer with such a key is renamed.
+/// A prefix that moves from one Peer to another, or the key of a Peer that a step creates. If an existing Peer has that key, the
+/// steps rename it.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 enum Moved {
     Prefix(IpNet),

@@ -96,9 +96,9 @@ pub fn find_pending(
         let not_fresh = observation.map_or(Some("it was not observed yet"), Observation::not_fresh_reason);
         let name = &target.name;
         let Some(member) = observation.and_then(Observation::last) else {
-            // Of this target the existing objects are not known, so only quarantines can be reported; other revocations show only as a
-            // difference between the plan and existing objects. A source whose nodes need no registration in any member, such as a
-            // sandbox without grants, has no access to revoke.
+            // The existing objects in this target are not known, so only quarantines can be reported: any other revocation shows
+            // only as a difference between planned and existing objects. A source whose nodes need no registration in any member,
+            // such as a sandbox without grants, has no access to revoke.
             let needs_registration = |source: &&&str| {
                 let report = planned.clusters.get(**source);
                 **source != *name && report.is_some_and(|report| report.needs_registration)

@@ -21,7 +21,7 @@ pub fn up_to(limit: Duration) -> Duration {
     Duration::from_millis(below(limit.saturating_add(1)))
 }
 
-/// A random number below `limit`, which is not 0. Not for secrets.
+/// A random number below `limit`; `limit` must not be 0. Not for secrets.
 fn below(limit: u64) -> u64 {
     // Each `RandomState` has other random keys.
     RandomState::new().hash_one(()) % limit

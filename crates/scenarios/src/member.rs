@@ -172,6 +172,7 @@ fn services() -> impl Strategy<Value = (BTreeMap<ObjectName, Service>, BTreeMap<
             protocol: Protocol::Tcp,
         })
     };
+    // (external_name, selectorless)
     let shape = select(
         &[
             (false, false),
@@ -218,7 +219,7 @@ fn services() -> impl Strategy<Value = (BTreeMap<ObjectName, Service>, BTreeMap<
     )
 }
 
-/// Names of nodes. The `k`-th node has the `k`-th address of its cluster.
+/// Names of nodes. `NODE_NAMES[k - 1]` is the name of the `k`-th [`node`] of each cluster.
 pub(crate) const NODE_NAMES: [&str; 4] = ["a", "b", "c", "d"];
 
 /// The name of a SandboxGateway.

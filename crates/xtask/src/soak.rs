@@ -8,7 +8,7 @@ use xtask::{prereq, programs};
 /// Arguments of `cargo xtask soak`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
-    /// Draws the faults and the changes of nodes. By default the time.
+    /// The seed from which the faults and the changes of nodes are drawn. Default: the current time.
     #[arg(long)]
     seed: Option<u64>,
     /// How long faults happen. After that the members have ten minutes to become as planned.

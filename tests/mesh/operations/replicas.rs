@@ -1,4 +1,5 @@
-//! Tests the two replicas of the controller on real nodes: which pods may be evicted, and changes and a flow during an update.
+//! Tests the two replicas of the controller on real nodes: the last one is not evicted, and during an update Peers are still
+//! written and a flow continues.
 
 use k8s_openapi::api::{core::v1::Pod, policy::v1::PodDisruptionBudget};
 use kube::{
@@ -34,12 +35,12 @@ async fn two_replicas_on_two_nodes(mesh: &Mesh<'_>) -> BTreeMap<String, Option<S
     replicas
 }
 
-/// Asks whether a pod may be evicted, without evicting it.
-async fn evict(mesh: &Mesh<'_>, pod: &str) -> Result<(), kube::Error> {
+/// Requests the eviction of a pod as a dry run. Succeeds if the pod may be evicted.
+async fn dry_run_eviction(mesh: &Mesh<'_>, pod: &str) -> Result<(), kube::Error> {
     let kubeconfig = Kubeconfig::from_yaml(&mesh.hub.kubeconfig().unwrap()).unwrap();
     let config = Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await;
     let mut config = config.unwrap();
-    // Else the client repeats a request that is refused with 429, as a refused eviction is.
+    // An eviction that is not allowed is answered with 429. By default the client would repeat such a request.
     config.default_retry = false;
     let pods: Api<Pod> = Api::namespaced(Client::try_from(config).unwrap(), NAMESPACE);
     let params = EvictParams {
@@ -72,9 +73,10 @@ pub(super) async fn last_replica_is_not_evicted(mesh: &Mesh<'_>) {
     let replicas = two_replicas_on_two_nodes(mesh).await;
     let names: Vec<&String> = replicas.keys().collect();
     until_evictable(mesh, 1).await;
-    evict(mesh, names[0]).await.unwrap();
+    dry_run_eviction(mesh, names[0]).await.unwrap();
 
-    // One replica is away: no node takes its successor. A taint, because cordoned nodes would lose their anchored networks.
+    // Delete one replica, and keep its successor unscheduled. The nodes are tainted and not cordoned, because cordoned nodes
+    // could lose their anchored networks.
     let taint = async |node: &str, word: &str| {
         mesh.hub.kubectl(["taint", "nodes", node, word]).await.unwrap();
     };
@@ -82,19 +84,19 @@ pub(super) async fn last_replica_is_not_evicted(mesh: &Mesh<'_>) {
     let delete = ["-n", NAMESPACE, "delete", "pod", names[0]];
     mesh.hub.kubectl(delete).await.unwrap();
     until_evictable(mesh, 0).await;
-    match evict(mesh, names[1]).await {
+    match dry_run_eviction(mesh, names[1]).await {
         Err(kube::Error::Api(status)) if status.code == 429 => {
             assert!(status.message.contains("disruption budget"), "{status:?}");
         }
         other => panic!("{other:?}"),
     }
-    // The node of the deleted replica first: a node that is the only one possible would get both.
+    // The taint of the deleted replica's node goes first. Otherwise the successor would be scheduled next to the other replica.
     taint(replicas[names[0]].as_ref().unwrap(), "test-").await;
     two_replicas_on_two_nodes(mesh).await;
     taint(replicas[names[1]].as_ref().unwrap(), "test-").await;
 }
 
-/// Takes a label from a Peer that the controller wrote, and waits until the controller has written it again.
+/// Removes a label from a Peer that the controller wrote, and waits until the controller has restored it.
 async fn change_arrives(cluster: &Cluster<'_>, peer: &str) {
     let label = "kilo-clustermesh.io/mesh";
     cluster
@@ -128,7 +130,7 @@ pub(super) async fn changes_and_flow_continue_during_update(mesh: &Mesh<'_>) {
     let restart = ["-n", NAMESPACE, "rollout", "restart", DEPLOYMENT];
     mesh.hub.kubectl(restart).await.unwrap();
     let rollout = mesh.hub.wait_for_rollout(NAMESPACE, DEPLOYMENT);
-    // Each Peer only twice: after the third time the controller would write it less often, as one that another client keeps changing.
+    // Each Peer is changed only twice. After a third change the controller would call it contested and delay its next write.
     let (hub, member) = (mesh.hub.plan().name.clone(), mesh.member.plan().name.clone());
     let mut changes = 0;
     let change = async {
@@ -159,7 +161,7 @@ pub(super) async fn changes_and_flow_continue_during_update(mesh: &Mesh<'_>) {
         after.keys().all(|pod| !before.contains_key(pod)),
         "{before:?} {after:?}"
     );
-    // The new replicas have read everything, deleted nothing, and rewritten nothing but the changed Peers.
+    // The new replicas have read everything. They have created and deleted nothing, and rewritten no PeerPolicy.
     mesh.product.wait_until_ready().await.unwrap();
     let now = written_versions(mesh).await;
     assert!(now.keys().eq(written.keys()), "{written:?} {now:?}");

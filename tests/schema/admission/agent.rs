@@ -94,7 +94,7 @@ async fn agent_writes_only_its_own_annotations_on_its_own_node() {
     );
 }
 
-/// What the API server itself says about the account, so that a right that is added needs a reason here.
+/// Compares the rights that the API server reports for the account with a list, to which each new right must be added, too.
 // threat: stolen-agent-token
 #[tokio::test]
 async fn agent_account_has_exactly_the_rights_it_uses() {

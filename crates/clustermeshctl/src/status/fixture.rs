@@ -44,7 +44,7 @@ pub(crate) fn condition(kind: &str, status: &str, reason: &str, since: &str) -> 
     json!({"type": kind, "status": status, "reason": reason, "message": format!("message of {reason}"), "lastTransitionTime": since})
 }
 
-/// A row of `status.problems`, and the condition in `mesh`.
+/// Adds a row to `status.problems` of `mesh`, and sets the condition accordingly. `ends` are the row's `cluster` and `to`.
 pub(crate) fn add_problem(
     mesh: &mut Value,
     (condition, reason): (&str, &str),
@@ -59,12 +59,12 @@ pub(crate) fn add_problem(
         }
     }
     let status = &mut mesh["status"];
-    let good = !matches!(condition, "Degraded" | "NetworksOverlap");
+    let is_true_good = !matches!(condition, "Degraded" | "NetworksOverlap");
     let conditions = status["conditions"].as_array_mut().unwrap();
     conditions.retain(|other| other["type"] != condition);
     conditions.push(self::condition(
         condition,
-        if good { "False" } else { "True" },
+        if is_true_good { "False" } else { "True" },
         reason,
         since,
     ));

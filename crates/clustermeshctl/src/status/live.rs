@@ -25,8 +25,8 @@ use crate::{
 /// The reason for a member whose objects differ from the plan.
 const OBJECTS_DIFFER: &str = "ObjectsDiffer";
 
-/// The reasons of causes that the plan of the objects read now gives. Others need what only the controller knows, such as the age of
-/// a held node or the addresses of a host name.
+/// The reasons that are computed here, from a plan of the objects that were just read. Other reasons need what only the
+/// controller knows, such as the age of a held node or the addresses of a host name.
 const COMPUTED: [&str; 8] = [
     "MemberMissing",
     "MemberUnreachable",
@@ -41,7 +41,8 @@ const COMPUTED: [&str; 8] = [
 /// The reasons that the controller reports for a member that it cannot read.
 pub(super) const NOT_READ: [&str; 3] = ["MemberMissing", "MemberUnreachable", "MemberStale"];
 
-/// The reasons for a ClusterMesh that the controller refuses. Its plan is not that of its spec.
+/// Whether the controller refuses a ClusterMesh for this reason. Then it does not use the present spec, so a plan of that spec
+/// tells nothing about the objects.
 fn is_refusal(reason: &str) -> bool {
     reason == "SpecInvalid" || reason.ends_with("NotAllowed")
 }
@@ -65,8 +66,8 @@ pub(super) struct LiveMember {
     pub(super) answers: bool,
     /// Its nodes that are registered in other members, of all its Nodes.
     pub(super) nodes: Share,
-    /// The Peers in it that are as planned, of those that are planned. Peers for a member that does not answer are not planned: they
-    /// stay.
+    /// The Peers in it that are as planned, of those that are planned. Peers that describe a member that does not answer are not
+    /// planned and not counted; the controller leaves them as they are.
     pub(super) peers: Share,
 }
 

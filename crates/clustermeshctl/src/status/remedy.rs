@@ -12,7 +12,7 @@ pub(super) fn remedy(mesh: &ClusterMesh, (reason, message): (&str, &str), cluste
     let secret = secret.unwrap_or_else(|| "the controller's own account".to_owned());
     let text = match reason {
         "MemberMissing" => format!("correct {secret}; kubectl -n {namespace} describe clustermesh {name}"),
-        // The message has the remedy for 401 and 403.
+        // For 401 and 403 the message has the remedy; here only the names are added.
         "MemberStale" | "MemberUnreachable" if message.contains("(401)") => format!("it is {secret}"),
         "MemberStale" | "MemberUnreachable" if message.contains("(403)") => {
             format!("apply deploy/member-account.yaml in {member}")

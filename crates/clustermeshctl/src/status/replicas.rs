@@ -16,7 +16,7 @@ pub(crate) struct Replicas {
 }
 
 impl Replicas {
-    /// Reads the pods in a namespace. `None` = this account may not list them.
+    /// Reads the pods in a namespace. `None` = they cannot be listed, for example because this account may not.
     pub(super) async fn read(client: &Client, namespace: &str) -> Option<Self> {
         let pods: Api<Pod> = Api::namespaced(client.clone(), namespace);
         let selector = ListParams::default().labels("app.kubernetes.io/name=clustermesh-controller");
@@ -37,7 +37,7 @@ impl Replicas {
         }
     }
 
-    /// For a message. Without pods: that there are none.
+    /// Describes for a message how many pods are ready, or that there is none.
     pub(super) fn describe(&self) -> String {
         let Share { working, total } = self.ready;
         let problem = self.problem.iter().map(|problem| format!(" ({problem})"));

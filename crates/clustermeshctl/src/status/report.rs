@@ -51,7 +51,7 @@ pub(super) struct ControllerRow {
     pub(super) renewed: Option<Timestamp>,
     /// Whether the holder renews the Lease.
     pub(super) alive: bool,
-    /// Its pods that are ready, of all, with `--live`.
+    /// With `--live`: how many of the controller's pods are ready.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) pods: Option<Share>,
 }
@@ -80,7 +80,7 @@ pub(super) struct Row {
     /// The member that has the problem.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) cluster: Option<String>,
-    /// Of tunnels that are down: the member to which they lead.
+    /// If the problem is tunnels that are down: the member to which they lead.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) to: Option<String>,
     pub(super) condition: String,
@@ -105,7 +105,7 @@ pub(super) struct MeshRow {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) since: Option<Timestamp>,
     pub(super) members: Share,
-    /// Nodes that are registered in other members, of these and those left out.
+    /// `working`: nodes that are registered in other members. `total`: these and the nodes that are left out.
     pub(super) nodes: Share,
     /// Grants (entries of `egress`) that work, of all.
     pub(super) services: Share,
@@ -115,7 +115,7 @@ pub(super) struct MeshRow {
     pub(super) live: BTreeMap<String, LiveMember>,
 }
 
-/// A number of things that work, and of all.
+/// The number of things that work, and the number of all.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub(super) struct Share {
     pub(super) working: i64,
@@ -220,7 +220,8 @@ fn controller_row(severity: Severity, reason: &str, since: Option<Timestamp>, me
 
 const CONTROLLER_REMEDY: &str = "kubectl logs -n clustermesh -l app.kubernetes.io/name=clustermesh-controller";
 
-/// The problems of one mesh, in the order of its status. `live` replaces those that were found again or have disappeared.
+/// The problems of one mesh, in the order of its status. With `live`, the problems that were found in the members replace those
+/// that the controller reported ([`LiveMesh::replace`]).
 fn problems_of(mesh: &ClusterMesh, now: Timestamp, live: Option<&LiveMesh>) -> Vec<Row> {
     let mut rows = reported_problems(mesh, now);
     if let Some(live) = live {
@@ -239,7 +240,7 @@ fn problems_of(mesh: &ClusterMesh, now: Timestamp, live: Option<&LiveMesh>) -> V
     rows
 }
 
-/// The problems in the status of a mesh, and that it has none.
+/// The problems that the status of a mesh lists. A status that is missing or outdated is a problem, too.
 fn reported_problems(mesh: &ClusterMesh, now: Timestamp) -> Vec<Row> {
     let name = full_name(mesh);
     let row = |severity, (condition, reason): (&str, &str), since, message: String| Row {
@@ -288,10 +289,10 @@ fn reported_problems(mesh: &ClusterMesh, now: Timestamp) -> Vec<Row> {
     });
     rows.extend(problems);
     // Objects cannot be written into a member that does not answer. That the mesh waits for them is no problem of its own.
-    let is_of_member = |row: &Row| NOT_READ.contains(&&*row.reason);
+    let is_unreachable = |row: &Row| NOT_READ.contains(&&*row.reason);
     let unreachable: Vec<Option<String>> = rows
         .iter()
-        .filter(|row| is_of_member(row))
+        .filter(|row| is_unreachable(row))
         .map(|row| row.cluster.clone())
         .collect();
     rows.retain(|row| row.reason != "Converging" || !unreachable.contains(&row.cluster));
@@ -345,8 +346,8 @@ fn without_prefix(cluster: Option<&String>, message: &str) -> String {
 
 /// Whether a condition is not in its good state. An unknown condition counts as good when it is True, as most are.
 fn is_bad(condition: &Condition) -> bool {
-    let good = !matches!(&*condition.type_, "NetworksOverlap" | "Degraded" | "Paused");
-    condition.status != if good { "True" } else { "False" }
+    let is_true_good = !matches!(&*condition.type_, "NetworksOverlap" | "Degraded" | "Paused");
+    condition.status != if is_true_good { "True" } else { "False" }
 }
 
 /// The members with outdated agents: name, number of such nodes, number of nodes.

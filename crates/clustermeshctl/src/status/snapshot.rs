@@ -1,4 +1,4 @@
-//! Reads what `status` and `graph` show from the hub: its ClusterMeshes and the controller's Lease.
+//! Reads from the hub what `status` and `graph` show: the ClusterMeshes and the controller's Lease.
 
 use std::time::Duration;
 

@@ -58,8 +58,8 @@ pub(super) fn render(report: &Report, now: Timestamp, all: bool) -> String {
     text
 }
 
-/// Puts the problems with the same severity and reason together. Of one severity, that of the controller comes first, then tunnels that
-/// are down, then the largest group.
+/// Groups the problems by severity and reason. Among the groups of one severity, problems of the controller come first, then
+/// tunnels that are down, then the largest group.
 fn group(problems: &[Row]) -> Vec<Vec<&Row>> {
     let mut groups: BTreeMap<(Severity, &str), Vec<&Row>> = BTreeMap::new();
     for row in problems {
@@ -136,7 +136,7 @@ fn summary(report: &Report, now: Timestamp, all: bool) -> String {
     let controller = report.controller.as_ref().filter(|controller| controller.alive);
     let controller = controller.and_then(|controller| Some((controller.holder.as_ref()?, controller.renewed)));
     let controller = controller.map_or_else(String::new, |(holder, renewed)| {
-        // It changes with each reading, so that `--watch` would draw again.
+        // Only with `--all`: the time of the renewal changes with each read, so `--watch` would print the status each time.
         let renewed = renewed.filter(|_| all);
         let renewed = renewed.map_or_else(String::new, |renewed| {
             format!(" (Lease renewed {} ago)", age(renewed, now))
@@ -179,7 +179,7 @@ fn summary(report: &Report, now: Timestamp, all: bool) -> String {
     format!("{} meshes: {}; {counts}{controller}", meshes.len(), states.join(", "))
 }
 
-/// What `--live` has read from all members. An entry counts for each mesh. Empty without `--live`.
+/// Sums up what `--live` has read from the members. A member of several meshes counts once for each. Empty without `--live`.
 fn live_counts(meshes: &[MeshRow]) -> String {
     let members = || meshes.iter().flat_map(|mesh| mesh.live.values());
     let count = |number: usize| i64::try_from(number).unwrap_or(i64::MAX);
@@ -216,7 +216,7 @@ fn mesh_line(mesh: &MeshRow, now: Timestamp) -> String {
         Some(Severity::Open) => "open",
         Some(Severity::Partly | Severity::Note) => "partly working",
     };
-    // The time is that of Ready, so it does not apply to a mesh that is Ready and has another problem.
+    // `mesh.since` belongs to the condition Ready, so it does not apply to a mesh that is Ready and has another problem.
     let since = mesh.since.filter(|_| matches!(mesh.worst, None | Some(Severity::Down)));
     let since = since.map_or_else(String::new, |since| format!(" for {}", age(since, now)));
     format!(

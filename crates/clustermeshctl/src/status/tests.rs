@@ -223,7 +223,8 @@ fn live_state_replaces_what_the_controller_reported() {
     };
     let live = LiveMesh {
         causes: vec![
-            // The controller reported it as MemberStale, so its start is known. It reads tenant-c no longer, which answers here.
+            // The controller reported tenant-b as MemberStale, so the start of this problem is known. It also reported tenant-c
+            // so, but no cause here is about tenant-c: it answers.
             Cause::of_member(
                 "Ready",
                 "MemberUnreachable",
@@ -248,7 +249,8 @@ fn live_state_replaces_what_the_controller_reported() {
     let short = table::render(&report, time(NOW), false);
     assert!(short.lines().count() <= 10, "{short}");
     let reasons: Vec<&str> = report.problems.iter().map(|row| &*row.reason).collect();
-    // NodesSkipped and Converging are not true any more; NoAgent and Unresolved are the controller's last word.
+    // NodesSkipped is not found again, and `--live` always drops Converging. NoAgent and Unresolved stay as the controller
+    // reported them.
     let want = [
         "NoController",
         "MemberStale",

@@ -29,8 +29,8 @@ const MAX_PAGES: usize = 4 * MAX_OBJECTS / PAGE_SIZE as usize;
 const MAX_TOKEN: usize = 16 * 1024;
 /// Timeout of the request for one page of a list, and of the start of a watch.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
-/// The API server ends a watch after a random number of seconds in this range (`timeoutSeconds`). The watch is then resumed. Watches that
-/// started together are so not resumed together.
+/// The API server ends a watch after a random number of seconds in this range (`timeoutSeconds`). The watch is then resumed. So
+/// watches that started together are not resumed together.
 const WATCH_SECONDS: RangeInclusive<u32> = 240..=290;
 /// Without an event for this long, the connection is dead: even the end of the watch by `timeoutSeconds` did not arrive.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(*WATCH_SECONDS.end() as u64 + 15);
@@ -114,7 +114,7 @@ impl Progress {
 
 /// Waits until a new list is required.
 async fn list_required(required: &mut watch::Receiver<u64>) {
-    // The feed has the sender.
+    // An error would mean that the sender is gone. The feed has it, so this does not happen.
     if required.changed().await.is_err() {
         std::future::pending::<()>().await;
     }
@@ -208,7 +208,7 @@ fn report<V: Clone + PartialEq>(
     pause
 }
 
-/// Lists all objects, page by page. `number` = [`Feed::required_list`].
+/// Lists all objects, page by page. `number` is the value of [`Feed::required_list`] at the start.
 async fn list<V: Clone + PartialEq>(
     resource: &WatchedResource,
     feed: &Feed<V>,

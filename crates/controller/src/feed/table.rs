@@ -14,12 +14,14 @@ const MAX_MALFORMED: usize = 1_000;
 #[derive(Debug)]
 pub(super) struct Table<V> {
     pub(super) rows: BTreeMap<ObjectName, Row<V>>,
-    /// The rows whose values changed since the last [`Feed::update`], at most as many as there are rows. `None` = all may have changed.
+    /// The rows whose values changed since the last [`super::Feed::update`], at most as many as there are rows. `None` = all may
+    /// have changed.
     changed_rows: Option<BTreeSet<ObjectName>>,
     /// Objects that do not parse, with the reason. The last version that parsed, if any, stays in `rows`.
     pub(super) malformed: BTreeMap<ObjectName, String>,
     pub(super) trust: Trust,
-    /// The number of the last complete list ([`super::Feed::read_again`]).
+    /// The value that [`super::Feed::required_list`] had when the last complete list began, or when the API server last answered
+    /// that the kind does not exist or is denied.
     pub(super) last_list: u64,
     /// The API server has said which objects exist: the kind was listed completely at least once, or does not exist.
     pub(super) has_answer: bool,

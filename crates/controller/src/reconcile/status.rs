@@ -100,8 +100,8 @@ impl Reports {
 }
 
 impl Reconciler {
-    /// Passes status, Events and finalizer of each mesh to the hub writer, except of meshes that never parsed. Returns `false` if a
-    /// report waits ([`Self::must_wait`]).
+    /// Gives the hub writer the desired status, Events and finalizer of each mesh, except of meshes that never parsed. Returns
+    /// `false` if a report waits ([`Self::must_wait`]).
     pub(super) fn report_status(&mut self, pass: &Pass) -> bool {
         let now = truncate_to_seconds(k8s_openapi::jiff::Timestamp::now());
         let mut all_reported = true;
@@ -187,7 +187,7 @@ impl Reconciler {
         let is_settling = members().any(|member| member.session.is_settling());
         let has_outstanding = !plan.paused
             && pass.outstanding.iter().any(|(identity, counts)| {
-                // Such a problem may last long.
+                // A member may refuse writes, or not answer, for a long time.
                 let has_failed = self
                     .members
                     .get(identity)

@@ -138,7 +138,7 @@ async fn unresponsive_hub_delays_no_pass_and_no_gauge() {
     let client = kube::Client::new(silent, "ns");
     let changed = Changed::default();
     let meshes = mesh_feed(Arc::clone(&changed));
-    // The feed has an answer.
+    // `Absent` sets `Feed::has_answer`. Otherwise no pass would plan while the new leader waits for a new list.
     meshes.set_trust(Trust::Absent);
     for n in 0..5 {
         let secret = |entry: &str| serde_json::json!({"name": format!("{entry}-{n}")});

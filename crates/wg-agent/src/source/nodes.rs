@@ -1,14 +1,16 @@
 //! Keeps the cluster's Nodes up to date without a watch of all of them.
 //!
-//! A kubelet writes the status of its Node at least every five minutes, and a watch of all Nodes receives all of every Node each time: at
-//! 1,000 Nodes of 30 kB, 100 kB/s for each agent. What the agent needs of another Node seldom changes ([`ParsedNode`]). So it watches only
-//! its own Node, and reads another Node when one of these sources shows that it is new or has changed:
+//! A kubelet writes the status of its Node at least every five minutes. A watch of all Nodes receives the whole Node each time:
+//! with 1,000 Nodes of 30 kB, this is 100 kB/s for each agent. What the agent needs of another Node seldom changes
+//! ([`ParsedNode`]). So it watches only its own Node, and reads another Node when one of these sources shows that it is new or
+//! has changed:
 //!
 //! - CSINodes, which it watches. Each kubelet creates one next to its Node; it is deleted with the Node, so that a new one with the same
 //!   name has another UID. Otherwise it changes only with the node's storage drivers.
 //! - the table of Nodes that `kubectl get nodes` shows, which takes about 250 bytes for each Node. The agent requests it at an interval
 //!   that grows with the number of Nodes. It shows Nodes without a kubelet, and changed addresses.
-//! - a new Node itself, which gets its pod CIDRs and WireGuard address only after some seconds.
+//! - the last read of a new Node. It gets its pod CIDRs and WireGuard address only after some seconds, so it is read again while
+//!   they are missing.
 //!
 //! The table does not show the WireGuard addresses of Nodes. Therefore all Nodes are listed again after long intervals, and after this node
 //! has taken a new WireGuard address, because another node may have taken the same one at the same time.
@@ -41,11 +43,11 @@ mod table;
 const PAGE: u32 = 100;
 /// The shortest time between two requests for the table.
 const TABLE_AT_LEAST: Duration = Duration::from_secs(10);
-/// The time between two requests for the table, for each Node of the cluster: 500 bytes a second.
+/// The time between two requests for the table is this time multiplied by the number of Nodes: 500 bytes a second.
 const TABLE_PER_NODE: Duration = Duration::from_millis(500);
-/// The time between two lists of all Nodes, for each Node of the cluster: 250 bytes a second.
+/// The time between two lists of all Nodes is this time multiplied by the number of Nodes: 250 bytes/s for Nodes of 30 kB.
 const LIST_PER_NODE: Duration = Duration::from_secs(120);
-/// The agents read a new Node at different times, spread over this time for each Node of the cluster.
+/// Each agent reads a new Node after a random delay of at most this time multiplied by the number of Nodes.
 const READ_SPREAD_PER_NODE: Duration = Duration::from_millis(2);
 /// The time until a Node that still lacks values is read again. It doubles each time.
 const READ_AGAIN: Duration = Duration::from_secs(5);
@@ -79,7 +81,7 @@ pub(super) async fn run(
         plan: ReadPlan::default(),
         has_failed: false,
     };
-    // The first list, before the watches: until then, the store has no complete set of Nodes to which they could add their changes.
+    // The first list comes before the watches, because a change that a watch finds is only applied to a complete list.
     tokio::select! {
         () = stop.cancelled() => return,
         () = directory.list_until_success() => {}
@@ -98,7 +100,7 @@ pub(super) async fn run(
         HintSink {
             seen: Mutex::default(),
             uids: csi_nodes,
-            is_refused: AtomicBool::new(false),
+            has_logged_refusal: AtomicBool::new(false),
         },
         stop.clone(),
     );
@@ -155,8 +157,7 @@ fn set_node(nodes: &mut WatchedKind<ParsedNode>, name: &str, node: Option<Parsed
 struct HintSink {
     seen: Mutex<WatchedKind<String>>,
     uids: watch::Sender<BTreeMap<String, String>>,
-    /// The refusal is logged.
-    is_refused: AtomicBool,
+    has_logged_refusal: AtomicBool,
 }
 
 impl WatchSink<String> for HintSink {
@@ -170,7 +171,7 @@ impl WatchSink<String> for HintSink {
 
     fn failed(&self, error: &watcher::Error) {
         // An API server that does not answer is reported by the other watches.
-        if is_refusal(error) && !self.is_refused.swap(true, Ordering::Relaxed) {
+        if is_refusal(error) && !self.has_logged_refusal.swap(true, Ordering::Relaxed) {
             tracing::warn!(
                 %error,
                 "this agent's account may not watch CSINodes, so the agent notices new Nodes late: apply deploy/agent.yaml"
@@ -274,7 +275,7 @@ impl ReadPlan {
         }
     }
 
-    /// Records that a Node could not be read. The others come first.
+    /// Records that a Node could not be read. It is read again after [`READ_AGAIN`], and meanwhile the other Nodes.
     fn set_failed(&mut self, name: &str, now: Instant) {
         self.to_read.insert(name.to_owned(), now + READ_AGAIN);
     }
@@ -287,7 +288,7 @@ impl ReadPlan {
         }
         let attempts = self.attempts.entry(name.to_owned()).or_default();
         if unix - node.created < YOUNG_SECONDS || *attempts < REREADS_OF_OLD {
-            // At most one Node a second.
+            // Many incomplete Nodes are read again at a rate of at most about one a second.
             let waiting = u32::try_from(self.to_read.len()).unwrap_or(u32::MAX);
             let pause = (READ_AGAIN * (1 << (*attempts).min(10))).max(Duration::from_secs(1) * waiting);
             *attempts += 1;
@@ -316,8 +317,8 @@ impl ReadPlan {
         self.next_list = Some(now + interval - random::up_to(interval / 2));
     }
 
-    /// Plans a list because this node has taken another WireGuard address. Meanwhile the agents that took theirs at the same time publish
-    /// them.
+    /// Plans a list because this node has taken another WireGuard address. Another agent may have taken the same one at the same
+    /// time, and the delay gives it the time to publish it.
     fn set_own_address(&mut self, now: Instant) {
         let due = now + TABLE_AT_LEAST / 2 + random::up_to(self.table_interval());
         self.next_list = Some(self.next_list.map_or(due, |next| next.min(due)));
@@ -330,7 +331,7 @@ impl ReadPlan {
         let read = self.to_read.iter().min_by_key(|(_, due)| **due);
         let read = read.map(|(name, due)| (*due, Step::Read(name.clone())));
         let steps = [list, table].into_iter().chain(read);
-        // The first of those with the same time.
+        // Of several steps with the same time, `min_by_key` returns the first: the list, then the table, then a Node.
         steps
             .min_by_key(|(due, _)| (*due).max(now))
             .unwrap_or((now, Step::Table))
@@ -351,7 +352,7 @@ struct Directory {
 impl Directory {
     async fn list_until_success(&mut self) {
         let mut pause = backoff();
-        // The table is older than the list, so a later table shows each change since the list.
+        // The table is read first. So a later table, which is compared with it, shows each change since the list.
         while self.step(Step::Table).await.is_err() || self.step(Step::List).await.is_err() {
             tokio::time::sleep(pause.next().unwrap_or(READ_AGAIN)).await;
         }
@@ -363,7 +364,7 @@ impl Directory {
         mut own_address: watch::Receiver<Option<IpAddr>>,
         stop: CancellationToken,
     ) {
-        // The own Node's first state, in which an address may be published already, is no change.
+        // An own address that the first list has shown already is not new.
         let mut before = self.own_address();
         let mut pause = backoff();
         loop {
@@ -430,6 +431,7 @@ impl Directory {
         match done {
             Ok(()) => {
                 if std::mem::take(&mut self.has_failed) {
+                    // Changes no Node, but removes the error from the store.
                     self.sink.change(|_| false);
                 }
                 Ok(())

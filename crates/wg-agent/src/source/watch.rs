@@ -69,7 +69,7 @@ const CRD_MISSING_AFTER: Duration = Duration::from_secs(60);
 /// meanwhile only the kernel state of an earlier process is in force.
 const CRD_MISSING_AFTER_AT_START: Duration = Duration::from_secs(10);
 
-/// Since when the API server has answered every request with "unknown kind"; `None` = it has not answered the last request so.
+/// Since when the API server has answered every request with "unknown kind"; `None` = the last request had another result.
 #[derive(Debug, Default)]
 struct UnknownSince(Option<Instant>);
 
@@ -130,7 +130,7 @@ pub(crate) async fn watch_kind<K, V>(
         };
         let wait = match event {
             Ok(Some(event)) => {
-                // Not an answer: a watcher emits Init before it requests a list.
+                // All events except `Init` come from an answer. A watcher emits `Init` before it requests a list.
                 if !matches!(event, Event::Init) {
                     pause = backoff();
                     unknown_since.reset();
