@@ -16,6 +16,7 @@ mod claims;
 mod conflicts;
 mod discovered;
 mod endpoint;
+mod follow;
 mod gateways;
 mod link;
 mod location;
@@ -34,6 +35,7 @@ mod target;
 #[cfg(test)]
 pub(crate) mod tests;
 
+pub use follow::{Anew, PeerNames, Planned, Planner};
 pub use link::{Link, NotConnected, decide_by_entries};
 pub use members::{MemberView, MeshMembers, members};
 pub use result::{
@@ -68,6 +70,13 @@ pub trait Naming {
 /// of a Node.
 #[must_use]
 pub fn plan(meshes: &[Mesh], seen: &Observations, settings: &Settings, naming: &dyn Naming) -> Plan {
+    plan_and_keep(meshes, seen, settings, naming).0
+}
+
+/// What [`Planner`] needs to follow changes of a plan.
+type Kept = (claims::Accepted, BTreeMap<MeshId, Result<follow::Kept, Anew>>);
+
+fn plan_and_keep(meshes: &[Mesh], seen: &Observations, settings: &Settings, naming: &dyn Naming) -> (Plan, Kept) {
     let by_age = by_age(meshes);
     let accepted = claims::accept(&by_age);
     let mut plan = Plan {
@@ -82,6 +91,7 @@ pub fn plan(meshes: &[Mesh], seen: &Observations, settings: &Settings, naming: &
             .entry(target::canonical_identity(&cluster.identity))
             .or_default() += 1;
     }
+    let mut kept = BTreeMap::new();
     let mut used: BTreeMap<ClusterIdentity, target::UsedNames> = BTreeMap::new();
     for mesh in &by_age {
         let claimants = &plan.claimants;
@@ -95,7 +105,8 @@ pub fn plan(meshes: &[Mesh], seen: &Observations, settings: &Settings, naming: &
             claimants,
             used: &used,
         };
-        let planned = planner.plan();
+        let (planned, kept_of_mesh) = planner.plan();
+        kept.insert(mesh.id.clone(), kept_of_mesh);
         for cluster in &mesh.clusters {
             let identity = target::canonical_identity(&cluster.identity);
             let left = entries_left.entry(identity.clone()).or_default();
@@ -118,7 +129,7 @@ pub fn plan(meshes: &[Mesh], seen: &Observations, settings: &Settings, naming: &
             anchor::report(mesh, planned, seen);
         }
     }
-    plan
+    (plan, (accepted, kept))
 }
 
 /// Sorts meshes by age, oldest first.

@@ -39,6 +39,12 @@ impl<T> Rows<T> {
         self.0.get(name).map(|row| &**row)
     }
 
+    /// The object with this name, and the name as the rows have it.
+    #[must_use]
+    pub fn get_key_value(&self, name: &str) -> Option<(&str, &T)> {
+        self.0.get_key_value(name).map(|(name, row)| (&**name, &**row))
+    }
+
     /// Whether there is an object with this name.
     #[must_use]
     pub fn contains_key(&self, name: &str) -> bool {

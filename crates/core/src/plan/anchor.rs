@@ -11,7 +11,7 @@ use ipnet::IpNet;
 use super::{MeshPlan, nodes::NodeRegistry};
 use crate::{
     mesh::{Addressing, Cluster, Mesh},
-    observe::{Member, Observation, Observations},
+    observe::{Member, Node, Observation, Observations},
 };
 
 /// The networks that an earlier plan anchored and that stay anchored; none if the member has anchoredNetworks or is masqueraded. A later
@@ -163,6 +163,12 @@ pub(super) fn assign(
         }
     }
     assigned
+}
+
+/// How suitable a node is as an anchor; the smallest value is best. Nodes that will stay come first, then nodes that are about to leave,
+/// then silent ones. Silent ones are eligible, too, if there are no others: their WireGuard tunnels work without kg.
+pub(super) fn rank(node: &Node) -> (bool, bool) {
+    (node.is_silent(), node.leaving)
 }
 
 /// The weight of a node: a hash of its name. The standard hasher with fixed keys gives the same value in every run of one build. That is

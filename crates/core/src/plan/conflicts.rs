@@ -8,7 +8,7 @@ use std::{
 
 use ipnet::IpNet;
 
-use super::{Fact, MAX_PEERS_PER_TARGET, MeshPlan, Plan, PlannedPeer, Reason, Skipped, TargetPlan, target};
+use super::{Fact, MeshPlan, Plan, PlannedPeer, Reason, Skipped, TargetPlan, target};
 use crate::{
     key::PublicKey,
     mesh::{ClusterIdentity, MeshId},
@@ -229,12 +229,9 @@ pub(super) fn count_nodes_and_gateways(planned: &mut MeshPlan) {
             let nodes = access.spec.nodes.values().map(|node| &*node.name);
             registered.entry(&access.source).or_default().extend(nodes);
         }
-        if target_plan.peers.len() > MAX_PEERS_PER_TARGET {
-            planned.facts.insert(Fact::MeshTooLarge {
-                cluster: target.clone(),
-                peers: target_plan.peers.len(),
-            });
-        }
+        planned
+            .facts
+            .extend(Fact::mesh_too_large(target, target_plan.peers.len()));
     }
     for (cluster, nodes) in registered {
         planned.clusters.entry(cluster.to_owned()).or_default().registered = nodes.len();

@@ -47,7 +47,7 @@ pub(super) fn is_private(address: IpAddr) -> bool {
 }
 
 /// The IP families of a member's nodes, derived from their addresses and endpoints. Nodes without any address are ignored.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct NodeFamilies {
     /// Families that every node has.
     every: Families,

@@ -136,6 +136,6 @@ pub(super) fn refusal(importer: &MeshMember<'_>, exporter: Option<&MeshMember<'_
 }
 
 /// Whether policies for `source` must be closed: the source is quarantined or not cluster-meshed.
-pub(super) const fn is_closed(source: &MeshMember<'_>) -> bool {
+pub(super) fn is_closed(source: &MeshMember<'_>) -> bool {
     !matches!(source.cluster.profile, Profile::ClusterMeshed) || source.cluster.quarantine
 }

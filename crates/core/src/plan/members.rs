@@ -82,7 +82,7 @@ impl<'m> MemberView<'m> {
     /// The entry, with the profile and quarantine that apply. `allowed` has only the accepted networks. It does not have the networks
     /// of the member's gateways, because cluster-meshed members do not use them.
     #[must_use]
-    pub const fn cluster(&self) -> &'m Cluster {
+    pub fn cluster(&self) -> &'m Cluster {
         &self.member.cluster
     }
 

@@ -1,11 +1,14 @@
 //! Plans one mesh: prepares its members and their nodes, plans each target, and gives each public key to one node (design rules
 //! 3, 7).
 
-use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::{
+    collections::{BTreeMap, BTreeSet, HashSet},
+    sync::Arc,
+};
 
 use super::{
-    ClusterReport, Fact, MeshPlan, Naming, Reason, Settings, Skipped, TargetPlan, anchor, claims, discovered, endpoint,
-    gateways, link, networks_in_use, nodes, target,
+    Anew, ClusterReport, Fact, MeshPlan, Naming, Reason, Settings, Skipped, TargetPlan, anchor, claims, discovered,
+    endpoint, follow::Kept, gateways, link, networks_in_use, nodes, target,
 };
 use crate::{
     key::PublicKey,
@@ -41,7 +44,7 @@ pub(super) struct PreparedMesh<'a> {
 }
 
 impl<'a, 'p> MeshPlanner<'a, 'p> {
-    pub(super) fn plan(&self) -> MeshPlan {
+    pub(super) fn plan(&self) -> (MeshPlan, Result<Kept, Anew>) {
         let mesh = self.mesh;
         let mut planned = MeshPlan {
             paused: mesh.paused,
@@ -60,10 +63,13 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
                 .iter()
                 .map(|c| (c.name.clone(), TargetPlan::default()))
                 .collect();
-            return planned;
+            return (planned, Err("the mesh is being deleted"));
         }
         let prepared = self.prepare(&mut planned);
-        planned.facts.extend(networks_in_use::facts(&prepared.mesh_members));
+        let nodes = |name: &str| Some(&prepared.mesh_members.get(name)?.last_observed()?.nodes);
+        planned
+            .facts
+            .extend(networks_in_use::facts(&prepared.mesh_members, nodes));
         let PreparedMesh {
             mesh_members,
             registries,
@@ -121,8 +127,12 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
             claimants: self.claimants,
             used: self.used,
         };
+        let mut unsettled = BTreeMap::new();
+        let mut has_shared_claims = false;
         for cluster in &mesh.clusters {
             let outcome = inputs.plan_target(&cluster.name);
+            unsettled.insert(cluster.name.clone(), outcome.unsettled);
+            has_shared_claims |= outcome.has_shared_claims;
             planned.targets.insert(cluster.name.clone(), outcome.plan);
             planned.facts.extend(outcome.facts);
             planned.egress.extend(outcome.egress);
@@ -132,7 +142,8 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
                 report.skipped.sort();
             }
         }
-        planned
+        let kept = Kept::of(self, &prepared, &planned, unsettled, has_shared_claims);
+        (planned, kept)
     }
 
     /// Computes the inputs for the plans of all targets; adds facts to `planned`.
@@ -151,11 +162,6 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
     fn prepare_members(&self, planned: &mut MeshPlan) -> BTreeMap<String, target::MeshMember<'a>> {
         let mut mesh_members = BTreeMap::new();
         for entry in &self.mesh.clusters {
-            let mut cluster = entry.clone();
-            let key = (self.mesh.id.clone(), entry.name.clone());
-            cluster.allowed = self.accepted.networks.get(&key).cloned().unwrap_or_default();
-            cluster.profile = self.effective_profile(entry, planned);
-            cluster.quarantine = self.quarantined_by(entry).is_some();
             let observed = self.seen.members.get(&entry.identity);
             let (state, reason) = observed.map_or(("Missing", Some("it was not observed yet")), |o| {
                 (o.state_name(), o.not_fresh_reason())
@@ -168,30 +174,42 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
                     message,
                 });
             }
-            let can_connect = cluster.profile != Profile::Standard && !cluster.allowed.is_empty();
-            let member = observed.and_then(Observation::last);
-            // All accepted networks: `remove_gateway_networks` below removes those of gateways only from `cluster.allowed`.
-            let accepted = cluster.allowed.clone();
-            if let Some(member) = member {
-                if self.accepted.kept_former.contains(&key) && !was_routed(&cluster, member) {
-                    cluster.addressing = Addressing::Masqueraded;
-                }
-                gateways::remove_gateway_networks(&mut cluster, member);
-                anchor::unanchor_node_addresses(&mut cluster, member);
-            }
-            mesh_members.insert(
-                entry.name.clone(),
-                target::MeshMember {
-                    cluster,
-                    accepted,
-                    observed,
-                    can_connect,
-                    discovered: discovered::by_member(member),
-                    families: endpoint::NodeFamilies::of(member),
-                },
-            );
+            let traits = self.member_traits(entry, observed.and_then(Observation::last), planned);
+            let traits = Arc::new(traits);
+            mesh_members.insert(entry.name.clone(), target::MeshMember { traits, observed });
         }
         mesh_members
+    }
+
+    /// Computes [`target::MemberTraits`]; adds facts to `planned`.
+    pub(super) fn member_traits(
+        &self,
+        entry: &Cluster,
+        member: Option<&Member>,
+        planned: &mut MeshPlan,
+    ) -> target::MemberTraits {
+        let mut cluster = entry.clone();
+        let key = (self.mesh.id.clone(), entry.name.clone());
+        cluster.allowed = self.accepted.networks.get(&key).cloned().unwrap_or_default();
+        cluster.profile = self.effective_profile(entry, planned);
+        cluster.quarantine = self.quarantined_by(entry).is_some();
+        let can_connect = cluster.profile != Profile::Standard && !cluster.allowed.is_empty();
+        // All accepted networks: `remove_gateway_networks` below removes those of gateways only from `cluster.allowed`.
+        let accepted = cluster.allowed.clone();
+        if let Some(member) = member {
+            if self.accepted.kept_former.contains(&key) && !was_routed(&cluster, member) {
+                cluster.addressing = Addressing::Masqueraded;
+            }
+            gateways::remove_gateway_networks(&mut cluster, member);
+            anchor::unanchor_node_addresses(&mut cluster, member);
+        }
+        target::MemberTraits {
+            cluster,
+            accepted,
+            can_connect,
+            discovered: discovered::by_member(member),
+            families: endpoint::NodeFamilies::of(member),
+        }
     }
 
     /// The profile of an entry. If meshes of this hub give its cluster different profiles, the most restrictive one applies
@@ -305,7 +323,7 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
 
     /// The existing Peers of this mesh for one node, in all members for which [`is_trusted`] is true. In each member the Peer
     /// has one of two names ([`Naming::peer`]).
-    fn existing_peers(
+    pub(super) fn existing_peers(
         &self,
         mesh_members: &BTreeMap<String, target::MeshMember<'a>>,
         cluster: &str,

@@ -8,13 +8,18 @@ use ipnet::IpNet;
 use super::{Fact, prefix_map::PrefixMap, target::MeshMember};
 use crate::{
     mesh::Profile,
-    observe::{Endpoint, Node, Server},
+    observe::{Endpoint, Node, Rows, Server},
 };
 
 /// For each cluster-meshed member, returns one fact for each network of another cluster in which Nodes of the member have addresses,
 /// or which kg on these Nodes routes into its own interface. Networks that overlap the member's endpointNetworks are ignored. Sandboxes
 /// are left out, because the untrusted claims of their Nodes must not affect the status of other members.
-pub(super) fn facts(mesh_members: &BTreeMap<String, MeshMember<'_>>) -> BTreeSet<Fact> {
+///
+/// `nodes` = the Nodes of the member with this entry name.
+pub(super) fn facts<'n>(
+    mesh_members: &BTreeMap<String, MeshMember<'_>>,
+    nodes: impl Fn(&str) -> Option<&'n Rows<Node>>,
+) -> BTreeSet<Fact> {
     // The accepted networks of all members, with the names of the members.
     let accepted_networks: PrefixMap<&str> = mesh_members
         .iter()
@@ -40,7 +45,7 @@ pub(super) fn facts(mesh_members: &BTreeMap<String, MeshMember<'_>>) -> BTreeSet
         // By network: (its owner, number of this member's Nodes that use the network, the first such Node, its address or kg network).
         let mut found: BTreeMap<IpNet, (&str, usize, &str, IpNet)> = BTreeMap::new();
         let mut inside_kg_networks: BTreeMap<IpNet, Vec<(IpNet, &str)>> = BTreeMap::new();
-        for (node_name, node) in mesh_member.last_observed().into_iter().flat_map(|member| &member.nodes) {
+        for (node_name, node) in nodes(name).into_iter().flatten() {
             let mut hits: BTreeMap<IpNet, (&str, IpNet)> = BTreeMap::new();
             for address in addresses(node) {
                 hits.extend(

@@ -37,6 +37,19 @@ pub(super) fn is_claimable(cluster: &Cluster, net: IpNet) -> bool {
     cluster.allows(net) && anchor::find_reserved_overlap(cluster, net).is_none()
 }
 
+/// The prefixes that a Node claims or has.
+pub(super) fn owned_prefixes(cluster: &Cluster, node: &Node) -> impl Iterator<Item = IpNet> {
+    let routed = cluster.effective_addressing() == Addressing::Routed;
+    let has_pods = routed && cluster.pod_network == PodNetwork::PerNode;
+    let wireguard = node.wireguard_ip.value().map(|claim| host_route(claim.addr()));
+    let location_ips = node.allowed_location_ips.iter().filter(move |_| routed);
+    let pods = node.pod_cidrs.iter().filter(move |_| has_pods).filter_map(Claim::value);
+    let addresses = endpoint::node_addresses(node).map(host_route);
+    addresses
+        .chain(wireguard)
+        .chain(location_ips.chain(pods).map(IpNet::trunc))
+}
+
 type Refusal = (Reason, String);
 
 /// The host route (/32 or /128) of an address.
@@ -164,16 +177,8 @@ impl<'a> RegistryBuilder<'a, '_> {
     /// is anchored.
     fn collect_owned(&self, registry: &NodeRegistry<'a>) -> BTreeSet<IpNet> {
         let mut owned: BTreeSet<IpNet> = BTreeSet::new();
-        let routed = self.cluster.effective_addressing() == Addressing::Routed;
         for (name, node) in &self.member.nodes {
-            owned.extend(endpoint::node_addresses(node).map(host_route));
-            owned.extend(node.wireguard_ip.value().map(|claim| host_route(claim.addr())));
-            if routed {
-                owned.extend(node.allowed_location_ips.iter().map(IpNet::trunc));
-            }
-            if routed && self.cluster.pod_network == PodNetwork::PerNode {
-                owned.extend(node.pod_cidrs.iter().filter_map(Claim::value).map(IpNet::trunc));
-            }
+            owned.extend(owned_prefixes(self.cluster, node));
             if !registry.held.contains_key(name) {
                 continue;
             }

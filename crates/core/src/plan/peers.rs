@@ -26,7 +26,7 @@ use crate::{
 mod anchors;
 mod existing;
 mod held_nodes;
-mod keepalive;
+pub(super) mod keepalive;
 mod names;
 mod own_nodes;
 pub(super) mod own_pods;
@@ -66,6 +66,8 @@ pub(super) struct PeerPlanner<'a, 'p> {
     nodes_without_internal_ip: BTreeMap<String, BTreeSet<String>>,
     /// The result of [`runs_kg`] for the target.
     runs_kg: bool,
+    /// [`TargetOutcome::unsettled`].
+    unsettled: BTreeSet<String>,
     /// The endpoints at which members other than the target see nodes.
     discovered_by_others: Discovered,
 }
@@ -83,8 +85,18 @@ impl MeshInputs<'_> {
 
 impl<'a, 'p> PeerPlanner<'a, 'p> {
     pub(super) fn new(inputs: &'p MeshInputs<'a>, name: &'p str, target: &'p MeshMember<'a>) -> Self {
+        Self::with_existing(inputs, name, target, None)
+    }
+
+    /// A planner that knows only these existing Peers of the target; `None` = all.
+    pub(super) fn with_existing(
+        inputs: &'p MeshInputs<'a>,
+        name: &'p str,
+        target: &'p MeshMember<'a>,
+        only: Option<&BTreeSet<String>>,
+    ) -> Self {
         let member = target.last_observed();
-        let (existing, kept) = ExistingPeers::of(inputs, name, target);
+        let (existing, kept) = ExistingPeers::of(inputs, name, target, only);
         let mut taken_keys = HashMap::new();
         let mut taken_prefixes = HashMap::new();
         for (peer, spec) in kept {
@@ -117,6 +129,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             facts: BTreeSet::new(),
             nodes_without_internal_ip: BTreeMap::new(),
             runs_kg,
+            unsettled: BTreeSet::new(),
             discovered_by_others: discovered::by_others(inputs.mesh_members, name),
         }
     }
@@ -144,38 +157,9 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         let Some(registry) = self.inputs.registries.get(source) else {
             return;
         };
-        let added_source = AddedSource {
-            name: source,
-            keepalive: self.keepalive(mesh_member),
-            own_names: OwnNames::Nodes(registry),
-        };
-        let is_missing_exports = mesh_member
-            .last_observed()
-            .is_some_and(|member| has_unlisted_exports(mesh_member, member));
-        // For each registered node, the position of its Peer in `peers`.
-        let mut added: Vec<Option<usize>> = Vec::with_capacity(registry.registered.len());
-        self.peers.reserve(registry.registered.len());
-        self.endpoints.clear();
         let first = self.peers.len();
-        for node in &registry.registered {
-            let mut prefixes = Cow::Borrowed(&node.prefixes);
-            if is_missing_exports {
-                let existing = self.existing_host_routes(source, mesh_member, registry, node);
-                prefixes.to_mut().extend(existing);
-            }
-            let is_kept = |prefix: &IpNet| *prefix == node.wireguard || !self.own_pods.overlaps(*prefix);
-            if !self.own_pods.is_empty() && !prefixes.iter().all(is_kept) {
-                prefixes.to_mut().retain(is_kept);
-            }
-            let candidates = self.candidates(source, mesh_member, node);
-            added.push(self.add_node(&added_source, node, prefixes, candidates, PeerRole::Node));
-        }
-        let is_routed = mesh_member.cluster.effective_addressing() == Addressing::Routed;
-        let mut parts = if is_routed {
-            anchor::split_anchored_networks(&mesh_member.cluster, registry)
-        } else {
-            Vec::new()
-        };
+        let added = self.add_registered(source, mesh_member, registry, self.keepalive(mesh_member));
+        let mut parts = anchored_parts(mesh_member, registry);
         parts.retain(|part| !self.own_pods.overlaps(*part));
         for node in registry.held.keys() {
             let Some(peer) = self.hold_node(source, mesh_member, node) else {
@@ -201,6 +185,56 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         self.peers
             .extend(positions.filter_map(|position| unsorted[position - first].take()));
         self.peers.extend(unsorted.into_iter().flatten());
+    }
+
+    /// Plans only the Peers of the registered nodes of a source, as [`Self::add_source`] does.
+    pub(super) fn plan_registered(mut self, source: &str, keepalive: u16) -> RegisteredPeers<'a, 'p> {
+        let (registry, mesh_member) = (&self.inputs.registries[source], &self.inputs.mesh_members[source]);
+        let added = self.add_registered(source, mesh_member, registry, keepalive);
+        let nodes = registry.registered.iter().zip(added);
+        let peers = nodes.filter_map(|(node, position)| Some((node.node, self.peers[position?].clone())));
+        RegisteredPeers {
+            peers: peers.collect(),
+            reports: (self.skipped, self.facts, self.nodes_without_internal_ip),
+            runs_kg: self.runs_kg,
+            discovered: (&self.target.discovered, self.discovered_by_others),
+        }
+    }
+
+    /// Adds the Peers of the registered nodes of a source. `keepalive` = that of its Peers with an endpoint. Returns, for each registered
+    /// node, the position of its Peer in `peers`.
+    fn add_registered(
+        &mut self,
+        source: &str,
+        mesh_member: &MeshMember<'a>,
+        registry: &NodeRegistry<'a>,
+        keepalive: u16,
+    ) -> Vec<Option<usize>> {
+        let added_source = AddedSource {
+            name: source,
+            keepalive,
+            own_names: OwnNames::Nodes(registry),
+        };
+        let is_missing_exports = mesh_member
+            .last_observed()
+            .is_some_and(|member| has_unlisted_exports(mesh_member, member));
+        let mut added: Vec<Option<usize>> = Vec::with_capacity(registry.registered.len());
+        self.peers.reserve(registry.registered.len());
+        self.endpoints.clear();
+        for node in &registry.registered {
+            let mut prefixes = Cow::Borrowed(&node.prefixes);
+            if is_missing_exports {
+                let existing = self.existing_host_routes(source, mesh_member, registry, node);
+                prefixes.to_mut().extend(existing);
+            }
+            let is_kept = |prefix: &IpNet| *prefix == node.wireguard || !self.own_pods.overlaps(*prefix);
+            if !self.own_pods.is_empty() && !prefixes.iter().all(is_kept) {
+                prefixes.to_mut().retain(is_kept);
+            }
+            let candidates = self.candidates(source, mesh_member, node);
+            added.push(self.add_node(&added_source, node, prefixes, candidates, PeerRole::Node));
+        }
+        added
     }
 
     /// The endpoint candidates of a node for this target, best first.
@@ -431,6 +465,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             return false;
         }
         outcome.skipped = self.skipped;
+        outcome.unsettled = self.unsettled;
         outcome.facts.extend(self.facts);
         let nodes_without_internal_ip = self.nodes_without_internal_ip.into_iter();
         outcome.facts.extend(
@@ -470,6 +505,36 @@ impl OwnNames<'_> {
     }
 }
 
+/// The Peers of some registered nodes of one source, without anchored networks.
+pub(super) struct RegisteredPeers<'a, 'p> {
+    /// By node, with the name.
+    pub(super) peers: BTreeMap<&'a str, (String, Arc<PlannedPeer>)>,
+    /// What is reported about them.
+    pub(super) reports: (
+        BTreeMap<String, Vec<Skipped>>,
+        BTreeSet<Fact>,
+        BTreeMap<String, BTreeSet<String>>,
+    ),
+    /// The result of [`runs_kg`] for the target.
+    pub(super) runs_kg: bool,
+    discovered: (&'p Discovered, Discovered),
+}
+
+impl RegisteredPeers<'_, '_> {
+    /// The endpoints that nodes of the target, or of other members, report, by the key of the node that has them.
+    pub(super) fn discovered(&self) -> impl Iterator<Item = (&PublicKey, &Vec<SocketAddr>)> {
+        self.discovered.0.iter().chain(&self.discovered.1)
+    }
+}
+
+/// The parts into which the anchored networks of a source are split; none if it is masqueraded.
+fn anchored_parts(mesh_member: &MeshMember<'_>, registry: &NodeRegistry<'_>) -> Vec<IpNet> {
+    if mesh_member.cluster.effective_addressing() == Addressing::Masqueraded {
+        return Vec::new();
+    }
+    anchor::split_anchored_networks(&mesh_member.cluster, registry)
+}
+
 /// Whether an export of a member names a namespace of which the pods are not known.
 fn has_unlisted_exports(mesh_member: &MeshMember<'_>, member: &Member) -> bool {
     let mut exports = mesh_member.cluster.exports.iter();
@@ -478,7 +543,7 @@ fn has_unlisted_exports(mesh_member: &MeshMember<'_>, member: &Member) -> bool {
 
 /// Whether kg configures routes from this member's Peers on some node. A Node without a key that is neither held nor served
 /// by wg-agent in full mode is ignored: it may have just joined. If no other Node is left, the answer is `true`, the safe assumption.
-fn runs_kg(member: &Member, is_held: impl Fn(&str) -> bool) -> bool {
+pub(super) fn runs_kg(member: &Member, is_held: impl Fn(&str) -> bool) -> bool {
     // kg removes a node's key annotation while it restarts, so held nodes count too.
     let has_kg = |(name, node): (&str, &Node)| {
         node.server != Server::Agent && (node.public_key != Claim::Absent || is_held(name))

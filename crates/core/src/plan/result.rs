@@ -12,6 +12,7 @@ use crate::{
     mesh::{ClusterIdentity, MeshId, ObjectName},
     observe::{AccessSpec, Families, Mirror, PeerSpec, PolicySpec, ServicePort, SliceEndpoint},
     ownership::Claimant,
+    plan::MAX_PEERS_PER_TARGET,
 };
 
 /// The reason why one target or all have no Peer of a Node or gateway, or no entry for a Node in a SandboxAccess (rule 3 of
@@ -214,6 +215,16 @@ pub struct Uncovered {
     pub node: String,
     /// The podCIDR as in the Node.
     pub network: IpNet,
+}
+
+impl Fact {
+    /// Reports a target with more Peers than were tested.
+    pub(super) fn mesh_too_large(target: &str, peers: usize) -> Option<Self> {
+        (peers > MAX_PEERS_PER_TARGET).then(|| Self::MeshTooLarge {
+            cluster: target.to_owned(),
+            peers,
+        })
+    }
 }
 
 /// A Peer that should exist in a target.

@@ -1,6 +1,10 @@
 //! Plans one target: its Peers, PeerPolicies, SandboxAccesses and mirrored Services (design rules 2, 6, 8).
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    ops::Deref,
+    sync::Arc,
+};
 
 use ipnet::IpNet;
 
@@ -22,17 +26,31 @@ use crate::{
 
 /// One member of a mesh, as the planner uses it.
 pub(super) struct MeshMember<'a> {
+    pub(super) traits: Arc<MemberTraits>,
+    pub(super) observed: Option<&'a Observation<Member>>,
+}
+
+/// What the plans of all targets use of a member as a whole. A changed Node seldom changes it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct MemberTraits {
     /// The entry, with the profile and quarantine that apply. `cluster.allowed` contains the accepted networks without those of
     /// gateways, because other members send to gateways only by the gateways' own Peers.
     pub(super) cluster: Cluster,
     /// All accepted networks.
     pub(super) accepted: Vec<IpNet>,
-    pub(super) observed: Option<&'a Observation<Member>>,
     /// The member is cluster-meshed or a sandbox, and has accepted networks.
     pub(super) can_connect: bool,
     /// The endpoints at which the member's nodes see the nodes of others.
     pub(super) discovered: Discovered,
     pub(super) families: NodeFamilies,
+}
+
+impl Deref for MeshMember<'_> {
+    type Target = MemberTraits;
+
+    fn deref(&self) -> &MemberTraits {
+        &self.traits
+    }
 }
 
 impl<'a> MeshMember<'a> {
@@ -171,6 +189,10 @@ pub(super) struct TargetOutcome {
     pub(super) skipped: BTreeMap<String, Vec<Skipped>>,
     pub(super) facts: BTreeSet<Fact>,
     pub(super) egress: Vec<EgressReport>,
+    /// Sources of which an anchored network is not yet in an existing Peer of a node that can stay its anchor.
+    pub(super) unsettled: BTreeSet<String>,
+    /// Planned Peers were compared with one another ([`peers::PeerPlanner`]).
+    pub(super) has_shared_claims: bool,
 }
 
 /// Adds the networks of a closed source's Peers to its closed PeerPolicy. The policy lacks a network that overlaps pods of the target
@@ -213,7 +235,9 @@ impl<'a> MeshInputs<'a> {
                     outcome.facts.extend(missing_gateway(target));
                 }
             }
+            outcome.has_shared_claims = self.has_shared_claims(target);
             if !self.plan_peers(peers::PeerPlanner::new(self, name, target), &mut outcome) {
+                outcome.has_shared_claims = true;
                 let again = peers::PeerPlanner::new(self, name, target).with_shared_claims();
                 self.plan_peers(again, &mut outcome);
             }

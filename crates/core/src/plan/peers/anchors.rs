@@ -44,13 +44,12 @@ impl<'a> PeerPlanner<'a, '_> {
             })
             .map(|(node, _)| node)
             .collect();
-        // Nodes that will stay come first, then nodes that are about to leave, then silent ones. Silent ones are eligible, too, if there
-        // are no others: their WireGuard tunnels work without kg.
-        let rank = |node: &RegisteredNode<'_>| (node.observed.is_silent(), node.observed.leaving);
-        let best = usable.iter().map(|node| rank(node)).min();
+        let rank = |node: &&RegisteredNode<'_>| anchor::rank(node.observed);
+        let best = usable.iter().map(rank).min();
         let eligible = usable.iter().filter(|node| Some(rank(node)) == best);
         let eligible: BTreeSet<&str> = eligible.map(|node| node.node).collect();
         if eligible.is_empty() {
+            self.unsettled.insert(source.to_owned());
             if !registry.registered.is_empty() {
                 let message =
                     "anchored networks are unreachable: each node is being deleted, has no endpoint or is not Ready";
@@ -76,6 +75,10 @@ impl<'a> PeerPlanner<'a, '_> {
                 *holder = node.node.max(*holder);
             }
         }
+        let is_settled = |part: &IpNet| current.get(part).is_some_and(|node| eligible.contains(node));
+        if !parts.iter().all(is_settled) {
+            self.unsettled.insert(source.to_owned());
+        }
         for (part, node) in anchor::assign(&parts, mesh_member.cluster.anchors, &eligible, &current) {
             let Some(position) = positions.get(&*node).copied() else {
                 continue;
@@ -92,6 +95,7 @@ impl<'a> PeerPlanner<'a, '_> {
                     }
                 }
                 Some(owner) => {
+                    self.unsettled.insert(source.to_owned());
                     let message = format!("anchored network {part} is kept by {owner} in cluster {:?}", self.name);
                     self.facts.insert(Fact::AddressShared {
                         cluster: source.to_owned(),

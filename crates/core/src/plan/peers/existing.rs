@@ -68,15 +68,18 @@ impl<'a> ExistingPeers<'a> {
     /// Returns the index, and the existing Peers that stay in the target regardless of the plan: a foreign one (such as that of a laptop),
     /// one without a mesh label, one whose source was not observed, one of another mesh that is paused, and most orphans. They keep their
     /// keys and prefixes. If such a key were free, a member that copies the key could replace the Peer.
+    ///
+    /// `only` = index no Peers but these; `None` = all.
     pub(super) fn of(
         inputs: &MeshInputs<'a>,
         name: &str,
         target: &MeshMember<'a>,
+        only: Option<&BTreeSet<String>>,
     ) -> (Self, Vec<(&'a str, &'a PeerSpec)>) {
         let by_name = target.last_observed().and_then(|member| member.peers.as_ref());
         let mut index = Self {
             by_name,
-            by_key: HashMap::with_capacity(by_name.map_or(0, Rows::len)),
+            by_key: HashMap::with_capacity(only.map_or_else(|| by_name.map_or(0, Rows::len), BTreeSet::len)),
             more_by_key: BTreeMap::new(),
             kept_by_other_meshes: BTreeMap::new(),
             has_unlabelled: false,
@@ -87,7 +90,10 @@ impl<'a> ExistingPeers<'a> {
         let nat_keepalive = nat_keepalive(inputs.configured_keepalive());
         // The Peers of a source usually follow each other.
         let mut last_source: Option<(Option<&str>, bool)> = None;
-        for (peer_name, peer) in by_name.into_iter().flatten() {
+        let chosen = by_name.zip(only).into_iter();
+        let chosen = chosen.flat_map(|(rows, only)| only.iter().filter_map(|name| rows.get_key_value(name)));
+        let all = by_name.filter(|_| only.is_none()).into_iter().flatten();
+        for (peer_name, peer) in all.chain(chosen) {
             let ownership = ownership::of(&peer.owner, &inputs.seen.hub, inputs.claimants);
             index.has_unlabelled |= ownership == Ownership::Unlabelled;
             let Ok(spec) = &peer.spec else { continue };

@@ -3,21 +3,24 @@
 use std::num::NonZeroU16;
 
 use super::{PeerPlanner, discovered, endpoint};
-use crate::plan::target::{MeshInputs, MeshMember};
+use crate::{
+    observe::Node,
+    plan::target::{MeshInputs, MeshMember},
+};
 
 /// Keepalive interval in seconds if there is a NAT between two nodes: many NATs drop the state of a UDP flow after 30 s.
 pub(super) const NAT_KEEPALIVE: NonZeroU16 = NonZeroU16::new(25).unwrap();
 
 impl MeshInputs<'_> {
     /// The highest `persistentKeepalive` of all entries, as in the predecessor.
-    pub(super) fn configured_keepalive(&self) -> u16 {
+    pub(in crate::plan) fn configured_keepalive(&self) -> u16 {
         let members = self.mesh_members.values();
         let keepalives = members.map(|mesh_member| mesh_member.cluster.persistent_keepalive);
         keepalives.max().unwrap_or(0)
     }
 }
 
-impl<'a> PeerPlanner<'a, '_> {
+impl<'a, 'p> PeerPlanner<'a, 'p> {
     /// The keepalive of a source's Peers that have an endpoint: the highest `persistentKeepalive` of all entries (as in the
     /// predecessor). If a node of this target is behind a NAT, [`nat_keepalive`] of that value. [`Self::add_node`]
     /// always uses [`nat_keepalive`] for Peers without an endpoint.
@@ -30,6 +33,22 @@ impl<'a> PeerPlanner<'a, '_> {
     /// - It has addresses, but none that can be an endpoint in the source.
     pub(super) fn keepalive(&self, source: &MeshMember<'a>) -> u16 {
         let configured = self.inputs.configured_keepalive();
+        let has_nat_keepalive = self.has_nat_keepalive(&source.cluster.name);
+        let is_behind_nat = self.nat_test(source, has_nat_keepalive);
+        let member = self.target.last_observed();
+        if member.is_some_and(|member| member.nodes.values().any(is_behind_nat)) {
+            nat_keepalive(configured)
+        } else {
+            configured
+        }
+    }
+
+    /// Returns a function that decides whether a node of the target counts as behind a NAT for Peers of this source.
+    pub(in crate::plan) fn nat_test<'s>(
+        &'s self,
+        source: &'s MeshMember<'a>,
+        has_nat_keepalive: bool,
+    ) -> impl Fn(&Node) -> bool + use<'s, 'a, 'p> {
         // The other direction: the endpoints of the target's nodes in the source.
         let context = endpoint::EndpointContext {
             source: &self.target.cluster,
@@ -43,39 +62,32 @@ impl<'a> PeerPlanner<'a, '_> {
             discovered_by_others: None,
             resolved: &self.inputs.seen.resolved,
         };
-        let has_nat_keepalive = self.has_nat_keepalive(&source.cluster.name, configured);
-        let behind_nat = self.target.last_observed().is_some_and(|member| {
-            member.nodes.values().any(|node| {
-                // kg restarts all its sessions when a keepalive changes, so a report must not change one. Users can set
-                // `persistentKeepalive` instead.
-                let is_own = source.cluster.name == self.name;
-                let is_seen = |by| discovered::is_behind_nat(node, by);
-                let is_reported = !self.runs_kg
-                    && (is_seen(&self.discovered_by_others) || is_own && is_seen(&self.target.discovered));
-                node.persistent_keepalive > 0
-                    || is_reported
-                    || has_nat_keepalive && endpoint::is_private_only(node)
-                    || endpoint::has_any_address(node)
-                        && !endpoint::has_public_candidate(node, &context)
-                        && endpoint::choose(node, &context).is_ok_and(|candidates| candidates.addresses.is_empty())
-            })
-        });
-        if behind_nat {
-            nat_keepalive(configured)
-        } else {
-            configured
+        let is_own = source.cluster.name == self.name;
+        move |node| {
+            // kg restarts all its sessions when a keepalive changes, so a report must not change one. Users can set
+            // `persistentKeepalive` instead.
+            let is_seen = |by| discovered::is_behind_nat(node, by);
+            let is_reported =
+                !self.runs_kg && (is_seen(&self.discovered_by_others) || is_own && is_seen(&self.target.discovered));
+            node.persistent_keepalive > 0
+                || is_reported
+                || has_nat_keepalive && endpoint::is_private_only(node)
+                || endpoint::has_any_address(node)
+                    && !endpoint::has_public_candidate(node, &context)
+                    && endpoint::choose(node, &context).is_ok_and(|candidates| candidates.addresses.is_empty())
         }
     }
 
     /// Whether existing Peers of the source have a keepalive for NATs. Reports of other members may have caused it, and these reports end
     /// when the reporting nodes lose their sessions. Without keepalives, the node behind the NAT would not start a session again.
-    fn has_nat_keepalive(&self, source: &str, configured: u16) -> bool {
+    pub(in crate::plan) fn has_nat_keepalive(&self, source: &str) -> bool {
+        let configured = self.inputs.configured_keepalive();
         nat_keepalive(configured) != configured && self.existing.with_nat_keepalive.contains(source)
     }
 }
 
 /// The keepalive that keeps a NAT binding alive: the configured one, if that is short enough.
-pub(super) fn nat_keepalive(configured: u16) -> u16 {
+pub(in crate::plan) fn nat_keepalive(configured: u16) -> u16 {
     match configured {
         0 => NAT_KEEPALIVE.get(),
         configured => configured.min(NAT_KEEPALIVE.get()),

@@ -1,0 +1,350 @@
+//! Applies changed Nodes and Peers to the last plan, instead of planning all meshes anew.
+//!
+//! [`super::plan`] is the reference: [`Planner::plan`] returns an equal plan. It follows a change only if it can show that the change
+//! touches nothing but the Peers of the changed Nodes, and the reports about these Nodes. After any other change it plans anew.
+//! [`nodes`] has the conditions for Nodes, [`peers`] those for existing Peers.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
+
+use super::{
+    Fact, MeshPlan, Naming, Plan, PlannedPeer, Settings, Skipped, by_age, claims,
+    link::uses_gateways,
+    mesh::{MeshPlanner, PreparedMesh},
+    plan_and_keep,
+    target::MemberTraits,
+};
+use crate::{
+    mesh::{Addressing, ClusterIdentity, Locations, Mesh, MeshId},
+    observe::Observations,
+};
+
+mod changes;
+mod nodes;
+mod peers;
+
+use changes::MemberChanges;
+
+/// Why a change is not followed, so that all meshes are planned anew.
+pub type Anew = &'static str;
+
+/// Peers by member and name.
+pub type PeerNames = BTreeMap<ClusterIdentity, BTreeSet<String>>;
+
+/// The result of [`Planner::plan`].
+#[derive(Debug, Clone)]
+pub struct Planned {
+    /// The plan of all meshes.
+    pub plan: Arc<Plan>,
+    /// All Peers that are planned or observed otherwise than last time. Nothing else that [`crate::diff`] compares has changed.
+    /// `Err` = all meshes were planned anew.
+    pub changed: Result<PeerNames, Anew>,
+}
+
+/// Plans all meshes again and again, and follows changes.
+#[derive(Debug, Default)]
+pub struct Planner {
+    last: Option<Last>,
+}
+
+/// The last plan, and its inputs.
+#[derive(Debug)]
+struct Last {
+    meshes: Vec<Mesh>,
+    settings: Settings,
+    seen: Arc<Observations>,
+    accepted: claims::Accepted,
+    plan: Arc<Plan>,
+    kept: BTreeMap<MeshId, Result<Kept, Anew>>,
+}
+
+/// What following a change needs of the last plan of a mesh, in addition to the plan. A mesh of which changes cannot be followed keeps
+/// the reason instead.
+#[derive(Debug)]
+pub(super) struct Kept {
+    traits: BTreeMap<String, Arc<MemberTraits>>,
+    /// The anchored networks of each member, by entry name.
+    anchored: BTreeMap<String, Vec<ipnet::IpNet>>,
+    /// As in [`PreparedMesh`].
+    not_enforcing: BTreeSet<String>,
+    /// [`super::target::TargetOutcome::unsettled`] of each target.
+    unsettled: BTreeMap<String, BTreeSet<String>>,
+    has_masqueraded: bool,
+}
+
+/// What changes in the plan of one mesh.
+#[derive(Debug, Default)]
+struct Patch {
+    /// By target and name. `None` = the Peer is not planned any more.
+    peers: BTreeMap<String, BTreeMap<String, Option<Arc<PlannedPeer>>>>,
+    /// By entry name.
+    reports: BTreeMap<String, ReportPatch>,
+}
+
+/// What changes in the report of one entry.
+#[derive(Debug, Default)]
+struct ReportPatch {
+    registered: usize,
+    skipped: Vec<Skipped>,
+    behind_nat: Option<String>,
+}
+
+impl Planner {
+    /// Plans all meshes, as [`super::plan`] does, or follows the changes since the last call.
+    pub fn plan(
+        &mut self,
+        meshes: &[Mesh],
+        seen: &Arc<Observations>,
+        settings: &Settings,
+        naming: &dyn Naming,
+    ) -> Planned {
+        let followed = match &mut self.last {
+            None => Err("there is no earlier plan"),
+            Some(last) => last.follow(meshes, seen, settings, naming),
+        };
+        if followed.is_err() {
+            let (plan, (accepted, kept)) = plan_and_keep(meshes, seen, settings, naming);
+            self.last = Some(Last {
+                meshes: meshes.to_vec(),
+                settings: settings.clone(),
+                seen: Arc::clone(seen),
+                accepted,
+                plan: Arc::new(plan),
+                kept,
+            });
+        }
+        let plan = self
+            .last
+            .as_ref()
+            .map(|last| Arc::clone(&last.plan))
+            .unwrap_or_default();
+        if cfg!(debug_assertions) && followed.is_ok() {
+            let anew = super::plan(meshes, seen, settings, naming);
+            assert!(
+                *plan == anew,
+                "the plan that followed {followed:?} differs from one that is made anew"
+            );
+        }
+        Planned {
+            plan,
+            changed: followed,
+        }
+    }
+
+    /// Plans anew the next time.
+    pub fn forget(&mut self) {
+        self.last = None;
+    }
+}
+
+impl Last {
+    fn follow(
+        &mut self,
+        meshes: &[Mesh],
+        seen: &Arc<Observations>,
+        settings: &Settings,
+        naming: &dyn Naming,
+    ) -> Result<PeerNames, Anew> {
+        if self.meshes != meshes || self.settings != *settings {
+            return Err("the ClusterMeshes or the settings changed");
+        }
+        let before = Arc::clone(&self.seen);
+        let changes = changes::find(&before, seen)?;
+        let by_age = by_age(meshes);
+        let mut changes_by_mesh: BTreeMap<&MeshId, BTreeMap<&str, MemberChanges<'_>>> = BTreeMap::new();
+        for (identity, changes) in changes {
+            // `Kept` exists only for a mesh whose clusters are entries of no other mesh.
+            let mut entries = meshes
+                .iter()
+                .flat_map(|mesh| mesh.clusters.iter().map(move |entry| (mesh, entry)));
+            let (mesh, entry) = entries
+                .find(|(_, entry)| entry.identity == *identity)
+                .ok_or("no mesh has an entry for a changed member")?;
+            changes_by_mesh
+                .entry(&mesh.id)
+                .or_default()
+                .insert(&entry.name, changes);
+        }
+        let mut patches: Vec<(&MeshId, Patch)> = Vec::new();
+        for (id, changes) in &changes_by_mesh {
+            let kept = self.kept.get(*id).ok_or("a changed mesh has no plan")?;
+            let kept = kept.as_ref().map_err(|why| *why)?;
+            let planned = self.plan.meshes.get(*id).ok_or("a changed mesh has no plan")?;
+            let mesh = by_age
+                .iter()
+                .find(|mesh| mesh.id == **id)
+                .ok_or("a changed mesh has no plan")?;
+            let planner = |seen| MeshPlanner {
+                mesh,
+                all_meshes: &by_age,
+                accepted: &self.accepted,
+                seen,
+                settings,
+                naming,
+                claimants: &self.plan.claimants,
+                used: &NO_NAMES,
+            };
+            let follower = MeshFollower {
+                kept,
+                planned,
+                before: planner(&before),
+                after: planner(seen),
+            };
+            let mut patch = Patch::default();
+            follower.follow_nodes(changes, &mut patch)?;
+            follower.check_peers(changes, &patch)?;
+            patches.push((*id, patch));
+        }
+        let mut changed = PeerNames::new();
+        let plan = Arc::make_mut(&mut self.plan);
+        for (id, patch) in patches {
+            let Some(planned) = plan.meshes.get_mut(id) else {
+                continue;
+            };
+            for (entry, changes) in changes_by_mesh.remove(id).into_iter().flatten() {
+                let names = changes.peers.iter().map(|row| row.name.to_owned());
+                let identity = planned.identities.get(entry).cloned();
+                changed
+                    .entry(identity.unwrap_or(ClusterIdentity::Local))
+                    .or_default()
+                    .extend(names);
+            }
+            for (target, peers) in &patch.peers {
+                let names = peers.keys().cloned();
+                let identity = planned.identities.get(target).cloned();
+                changed
+                    .entry(identity.unwrap_or(ClusterIdentity::Local))
+                    .or_default()
+                    .extend(names);
+            }
+            patch.apply(planned);
+        }
+        changed.retain(|_, names| !names.is_empty());
+        self.seen = Arc::clone(seen);
+        Ok(changed)
+    }
+}
+
+/// The meshes that can be followed share no cluster, so that none reserves names for another.
+static NO_NAMES: BTreeMap<ClusterIdentity, super::target::UsedNames> = BTreeMap::new();
+
+/// Follows the changes of one mesh.
+struct MeshFollower<'a> {
+    kept: &'a Kept,
+    /// The last plan.
+    planned: &'a MeshPlan,
+    /// The planner with the observations of the last plan.
+    before: MeshPlanner<'a, 'a>,
+    /// The planner with the present observations.
+    after: MeshPlanner<'a, 'a>,
+}
+
+impl Kept {
+    /// `outcomes` = those of all targets, by name.
+    pub(super) fn of(
+        planner: &MeshPlanner<'_, '_>,
+        prepared: &PreparedMesh<'_>,
+        planned: &MeshPlan,
+        unsettled: BTreeMap<String, BTreeSet<String>>,
+        has_shared_claims: bool,
+    ) -> Result<Self, Anew> {
+        let PreparedMesh {
+            mesh_members,
+            registries,
+            not_enforcing,
+        } = prepared;
+        let all_entries = || planner.all_meshes.iter().flat_map(|mesh| &mesh.clusters);
+        let is_shared = |identity: &ClusterIdentity| {
+            let same = all_entries().filter(|entry| entry.identity.same_cluster(identity));
+            same.count() > 1
+        };
+        let members = || mesh_members.values();
+        let mut pairs = members().flat_map(|one| members().map(move |other| (one, other)));
+        let conditions: [(bool, Anew); 9] = [
+            (planned.paused, "the mesh is paused"),
+            (
+                members().any(|member| is_shared(&member.cluster.identity)),
+                "a cluster is an entry of several meshes, or of one mesh twice",
+            ),
+            (
+                members().any(|member| member.last_observed().is_none()),
+                "a member was not observed since the controller started",
+            ),
+            (
+                has_shared_claims,
+                "Peers in one target may claim the same key, prefix or name",
+            ),
+            (
+                pairs.any(|(exporter, importer)| uses_gateways(exporter, importer)),
+                "a member reaches Services through gateways",
+            ),
+            (
+                members().any(|member| member.cluster.locations == Locations::Connected),
+                "a member connects its locations",
+            ),
+            (
+                members().any(|member| !member.cluster.exports.is_empty()),
+                "a member exports pods",
+            ),
+            (
+                registries
+                    .values()
+                    .any(|registry| !registry.held.is_empty() || !registry.segments.all_followers.is_empty()),
+                "a node is held, or is led by another node of its Kilo location",
+            ),
+            (
+                planned
+                    .facts
+                    .iter()
+                    .any(|fact| matches!(fact, Fact::EndpointUnresolved { .. })),
+                "the host name of an endpoint does not resolve",
+            ),
+        ];
+        if let Some((_, why)) = conditions.iter().find(|(applies, _)| *applies) {
+            return Err(why);
+        }
+        let anchored = mesh_members.iter().map(|(name, member)| {
+            let networks = member.anchored(registries.get(name));
+            (name.clone(), networks)
+        });
+        Ok(Self {
+            traits: mesh_members
+                .iter()
+                .map(|(name, member)| (name.clone(), Arc::clone(&member.traits)))
+                .collect(),
+            anchored: anchored.collect(),
+            not_enforcing: not_enforcing.clone(),
+            unsettled,
+            has_masqueraded: members().any(|member| member.cluster.effective_addressing() == Addressing::Masqueraded),
+        })
+    }
+}
+
+impl Patch {
+    fn apply(self, planned: &mut MeshPlan) {
+        for (target, peers) in self.peers {
+            let Some(target_plan) = planned.targets.get_mut(&target) else {
+                continue;
+            };
+            for (name, peer) in peers {
+                match peer {
+                    Some(peer) => drop(target_plan.peers.insert(name, peer)),
+                    None => drop(target_plan.peers.remove(&name)),
+                }
+            }
+            let number = target_plan.peers.len();
+            planned
+                .facts
+                .retain(|fact| !matches!(fact, Fact::MeshTooLarge { cluster, .. } if *cluster == target));
+            planned.facts.extend(Fact::mesh_too_large(&target, number));
+        }
+        for (entry, patch) in self.reports {
+            let report = planned.clusters.entry(entry).or_default();
+            report.registered = patch.registered;
+            report.skipped = patch.skipped;
+            report.behind_nat = patch.behind_nat;
+        }
+    }
+}

@@ -1,0 +1,84 @@
+//! Finds what differs between two observations.
+
+use std::collections::BTreeMap;
+
+use super::Anew;
+use crate::{
+    mesh::ClusterIdentity,
+    observe::{ChangedRow, Member, Node, Observations, ObservedPeer},
+};
+
+/// What differs between two observations of one member.
+#[derive(Debug)]
+pub(super) struct MemberChanges<'a> {
+    pub(super) nodes: Vec<ChangedRow<'a, Node>>,
+    pub(super) peers: Vec<ChangedRow<'a, ObservedPeer>>,
+}
+
+/// The members with changed Nodes or Peers.
+///
+/// # Errors
+/// Something else changed.
+pub(super) fn find<'a>(
+    before: &'a Observations,
+    after: &'a Observations,
+) -> Result<BTreeMap<&'a ClusterIdentity, MemberChanges<'a>>, Anew> {
+    let Observations { members, hub, resolved } = after;
+    if before.hub != *hub || before.resolved != *resolved {
+        return Err("the hub's id or the address of a host name changed");
+    }
+    if !before.members.keys().eq(members.keys()) {
+        return Err("a member was added or removed");
+    }
+    let mut changes = BTreeMap::new();
+    for ((identity, before), after) in before.members.iter().zip(members.values()) {
+        if before.state_name() != after.state_name() || before.not_fresh_reason() != after.not_fresh_reason() {
+            return Err("a member became fresh or stale");
+        }
+        let (Some(before), Some(after)) = (before.last(), after.last()) else {
+            continue;
+        };
+        let changed = compare(before, after)?;
+        if !changed.nodes.is_empty() || !changed.peers.is_empty() {
+            changes.insert(identity, changed);
+        }
+    }
+    Ok(changes)
+}
+
+fn compare<'a>(before: &'a Member, after: &'a Member) -> Result<MemberChanges<'a>, Anew> {
+    let Member {
+        uid,
+        nodes,
+        peers,
+        policies,
+        accesses,
+        gateways,
+        services,
+        slices,
+        pods,
+        unlisted,
+        api_endpoints,
+    } = after;
+    let is_same = *uid == before.uid
+        && *policies == before.policies
+        && *accesses == before.accesses
+        && *gateways == before.gateways
+        && *services == before.services
+        && *slices == before.slices
+        && *pods == before.pods
+        && *unlisted == before.unlisted
+        && *api_endpoints == before.api_endpoints;
+    if !is_same {
+        return Err("an object other than a Node or Peer changed");
+    }
+    let peers = match (&before.peers, peers) {
+        (None, None) => Vec::new(),
+        (Some(before), Some(after)) => after.changes_since(before),
+        _ => return Err("the Peer CRD was installed or removed"),
+    };
+    Ok(MemberChanges {
+        nodes: nodes.changes_since(&before.nodes),
+        peers,
+    })
+}

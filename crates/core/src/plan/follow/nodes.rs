@@ -1,0 +1,625 @@
+//! Changed Nodes. Shows that they change nothing but their own Peers, and plans these.
+//!
+//! The changed Nodes are planned alone, twice: as they were and as they are. The first of these two plans must be part of the last plan.
+//! What the planner derives from all Nodes of a member, and uses for other Nodes too, must be the same before and after.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::{IpAddr, SocketAddr},
+    sync::Arc,
+};
+
+use ipnet::IpNet;
+
+use super::{Anew, MeshFollower, Patch, ReportPatch, changes::MemberChanges};
+use crate::{
+    key::PublicKey,
+    mesh::Profile,
+    observe::{ChangedRow, Endpoint, Member, Node, Observation, Rows},
+    plan::{
+        MeshPlan, PlannedPeer, anchor, discovered, endpoint,
+        link::{self, Link},
+        location,
+        mesh::MeshPlanner,
+        networks_in_use,
+        nodes::{self, NodeRegistry, RegistryBuilder},
+        peers::{self, PeerPlanner, RegisteredPeers},
+        prefix_map::PrefixMap,
+        target::{MeshInputs, MeshMember},
+    },
+};
+
+/// If more Nodes of a mesh changed, all meshes are planned anew.
+const MAX_NODES: usize = 64;
+
+type Members<'m> = BTreeMap<String, MeshMember<'m>>;
+type Registries<'m> = BTreeMap<String, NodeRegistry<'m>>;
+
+/// The changed Nodes of one member.
+struct Changed<'m> {
+    rows: &'m [ChangedRow<'m, Node>],
+    /// Only the changed Nodes, as they were, and as they are.
+    before: Member,
+    after: Member,
+}
+
+/// What the planner is given, before or after the change.
+struct Side<'m> {
+    planner: &'m MeshPlanner<'m, 'm>,
+    members: Members<'m>,
+    /// Only the changed Nodes.
+    registries: Registries<'m>,
+}
+
+impl<'a> MeshFollower<'a> {
+    /// Adds to the patch what the changed Nodes change.
+    ///
+    /// # Errors
+    /// They may change something else.
+    pub(super) fn follow_nodes(
+        &self,
+        changes: &BTreeMap<&str, MemberChanges<'a>>,
+        patch: &mut Patch,
+    ) -> Result<(), Anew> {
+        let changes = changes.iter().filter(|(_, changes)| !changes.nodes.is_empty());
+        let changed: BTreeMap<&str, Changed<'_>> = changes
+            .map(|(entry, changes)| (*entry, Changed::of(&changes.nodes)))
+            .collect();
+        if changed.is_empty() {
+            return Ok(());
+        }
+        if changed.values().map(|changed| changed.rows.len()).sum::<usize>() > MAX_NODES {
+            return Err("many Nodes changed");
+        }
+        for (entry, changed) in &changed {
+            self.check_member(entry, changed)?;
+        }
+        let before = Side::of(
+            &self.before,
+            self,
+            changed.iter().map(|(entry, changed)| (*entry, &changed.before)),
+        );
+        let after = Side::of(
+            &self.after,
+            self,
+            changed.iter().map(|(entry, changed)| (*entry, &changed.after)),
+        );
+        for (entry, changed) in &changed {
+            let (was, is) = (&before.registries[*entry], &after.registries[*entry]);
+            let is_alone =
+                |registry: &NodeRegistry<'_>| registry.held.is_empty() && registry.segments.all_followers.is_empty();
+            if !is_alone(was) || !is_alone(is) {
+                return Err("a changed node is held, or is led by another node of its Kilo location");
+            }
+            if was.facts != is.facts || was.uncovered != is.uncovered {
+                return Err("what is reported about the Nodes of a member changed");
+            }
+            self.check_anchored_networks(entry, changed, was, is)?;
+            self.check_claims(entry, changed, was, is)?;
+        }
+        let in_use = |of: for<'c> fn(&'c Changed<'_>) -> &'c Member| {
+            networks_in_use::facts(&after.members, |name| {
+                changed.get(name).map(|changed| &of(changed).nodes)
+            })
+        };
+        if in_use(|changed| &changed.before) != in_use(|changed| &changed.after) {
+            return Err("a Node uses a network of another member");
+        }
+        let (old, new) = (before.inputs(self), after.inputs(self));
+        for (entry, changed) in &changed {
+            self.check_keepalives(entry, changed, &new)?;
+        }
+        // By entry: the changed nodes with a Peer in some target, before and after.
+        let mut with_peers: BTreeMap<&str, [BTreeSet<&str>; 2]> = BTreeMap::new();
+        for (target, target_member) in after.members.iter().filter(|(_, member)| member.can_connect) {
+            for (source, changed) in &changed {
+                if source == target || new.link(target, target_member, &after.members[*source]) != Some(Link::Meshed) {
+                    continue;
+                }
+                let pair = Pair {
+                    follower: self,
+                    source,
+                    target,
+                    changed,
+                    old: &old,
+                    new: &new,
+                };
+                let [was, is] = with_peers.entry(source).or_default();
+                pair.follow(patch, was, is)?;
+            }
+        }
+        for entry in changed.keys() {
+            let [was, is] = with_peers.remove(entry).unwrap_or_default();
+            let skipped = [&before, &after].map(|side| &side.registries[*entry].skipped);
+            let report = self.report(entry, skipped, was.len(), is.len(), &after.members)?;
+            patch.reports.insert((*entry).to_owned(), report);
+        }
+        Ok(())
+    }
+
+    /// Checks what the planner derives from all Nodes of a member.
+    fn check_member(&self, entry: &str, changed: &Changed<'_>) -> Result<(), Anew> {
+        let member_of = |planner: &MeshPlanner<'a, 'a>| {
+            let identity = self.planned.identities.get(entry)?;
+            planner.seen.members.get(identity).and_then(Observation::last)
+        };
+        let traits = self.kept.traits.get(entry).ok_or("a changed member has no plan")?;
+        let members = member_of(&self.before).zip(member_of(&self.after));
+        let (before, after) = members.ok_or("a changed member was not observed")?;
+        if traits.cluster.profile != Profile::ClusterMeshed || !traits.can_connect {
+            return Err("a Node of a member changed that is not cluster-meshed");
+        }
+        let mut entries = self.after.mesh.clusters.iter();
+        let configured = entries
+            .find(|cluster| cluster.name == entry)
+            .ok_or("a changed member has no entry")?;
+        let traits_after = self
+            .after
+            .member_traits(configured, Some(after), &mut MeshPlan::default());
+        if traits_after != **traits {
+            return Err("the IP families, the discovered endpoints or the networks of a member changed");
+        }
+        if link::enforces_policies(after, None) == self.kept.not_enforcing.contains(entry) {
+            return Err("a member enforces PeerPolicies now, or does so no more");
+        }
+        let is_replaced = |row: &ChangedRow<'_, Node>| {
+            let nodes = row.before.zip(row.after);
+            nodes.is_some_and(|(before, after)| before.created != after.created)
+        };
+        if changed.rows.iter().any(is_replaced) {
+            return Err("a Node was replaced by another one with its name");
+        }
+        let runs_kg = |member| peers::runs_kg(member, |_| false);
+        if runs_kg(before) != runs_kg(after) {
+            return Err("kg was installed in a member, or removed");
+        }
+        if !location::segments(after, &|_, _| true).all_followers.is_empty() {
+            return Err("a node may be led by another node of its Kilo location");
+        }
+        if before.nodes.len().max(after.nodes.len()) > traits.cluster.max_nodes {
+            return Err("a member has more Nodes than it may have");
+        }
+        // Policies of a masqueraded member contain its WireGuard addresses, and its Peers leave out its podCIDRs.
+        let networks = |node: &Node| (node.wireguard_ip.clone(), node.pod_cidrs.clone());
+        let has_same_networks = |row: &ChangedRow<'_, Node>| row.before.map(networks) == row.after.map(networks);
+        if self.kept.has_masqueraded && !changed.rows.iter().all(has_same_networks) {
+            return Err("a WireGuard address or podCIDR changed, and a member is masqueraded");
+        }
+        Ok(())
+    }
+
+    /// The networks that are anchored stay the same.
+    fn check_anchored_networks(
+        &self,
+        entry: &str,
+        changed: &Changed<'_>,
+        was: &NodeRegistry<'_>,
+        is: &NodeRegistry<'_>,
+    ) -> Result<(), Anew> {
+        let cluster = &self.kept.traits[entry].cluster;
+        if cluster.anchored.is_some() {
+            return Ok(());
+        }
+        let anchored = &self.kept.anchored[entry];
+        let mut gained = is.owned.difference(&was.owned);
+        if gained.any(|prefix| anchored.iter().any(|net| net.contains(prefix))) {
+            return Err("a Node has an address in an anchored network");
+        }
+        let other_nodes = || self.others(entry, changed).map(|(_, node)| node);
+        let is_owned = |net: &IpNet| {
+            other_nodes().any(|node| nodes::owned_prefixes(cluster, node).any(|prefix| net.contains(&prefix)))
+        };
+        let lost = was.owned.difference(&is.owned);
+        let not_anchored = || cluster.allowed.iter().filter(|net| !anchored.contains(net));
+        let mut left = lost.flat_map(|prefix| not_anchored().filter(move |net| net.contains(prefix)));
+        if left.any(|net| !is_owned(net)) {
+            return Err("no Node has an address in a network any more");
+        }
+        Ok(())
+    }
+
+    /// The Nodes of a member that did not change.
+    fn others<'c>(
+        &'c self,
+        entry: &str,
+        changed: &'c Changed<'_>,
+    ) -> impl Iterator<Item = (&'a str, &'a Node)> + use<'a, 'c> {
+        let identity = self.planned.identities.get(entry);
+        let member = identity.and_then(|identity| self.after.seen.members.get(identity)?.last());
+        let rows = member.into_iter().flat_map(|member| &member.nodes);
+        rows.filter(|(name, _)| !changed.rows.iter().any(|row| row.name == *name))
+    }
+
+    /// No other Node has a key, or a network that overlaps one, which a changed Node has gained or lost.
+    fn check_claims(
+        &self,
+        entry: &str,
+        changed: &Changed<'_>,
+        was: &NodeRegistry<'_>,
+        is: &NodeRegistry<'_>,
+    ) -> Result<(), Anew> {
+        let is_registered =
+            |registry: &NodeRegistry<'_>, name| registry.registered.iter().any(|node| node.node == name);
+        let mut keys: BTreeSet<PublicKey> = BTreeSet::new();
+        let mut networks: BTreeSet<IpNet> = BTreeSet::new();
+        for row in changed.rows {
+            let [old, new] = [row.before, row.after].map(|node| {
+                let key = node.and_then(|node| node.public_key.value()).copied();
+                let networks: BTreeSet<IpNet> = node.into_iter().flat_map(claimed_networks).collect();
+                (key, networks)
+            });
+            let is_silent = |node: Option<&Node>| node.map(Node::is_silent);
+            let keeps_rank = is_silent(row.before) == is_silent(row.after)
+                && is_registered(was, row.name) == is_registered(is, row.name);
+            if keeps_rank && old.0 == new.0 {
+                networks.extend(old.1.symmetric_difference(&new.1));
+            } else {
+                keys.extend(old.0.into_iter().chain(new.0));
+                networks.extend(old.1.into_iter().chain(new.1));
+            }
+        }
+        if !keys.is_empty() {
+            let members = self.after.seen.members.values().filter_map(Observation::last);
+            let all = members.flat_map(|member| member.nodes.values());
+            let with_key = all.filter(|node| node.public_key.value().is_some_and(|key| keys.contains(key)));
+            let after = changed.rows.iter().filter_map(|row| row.after);
+            let own = after.filter(|node| node.public_key.value().is_some());
+            // Each of the keys is that of one changed Node.
+            let own: BTreeSet<PublicKey> = own.filter_map(|node| node.public_key.value()).copied().collect();
+            if with_key.count() > own.intersection(&keys).count() {
+                return Err("two Nodes have, or had, the same key");
+            }
+        }
+        let networks: PrefixMap<()> = networks.into_iter().map(|network| (network, ())).collect();
+        let overlaps = |node: &Node| claimed_networks(node).any(|network| networks.overlaps(network));
+        if !networks.is_empty() && self.others(entry, changed).any(|(_, node)| overlaps(node)) {
+            return Err("two Nodes claim, or claimed, the same network");
+        }
+        Ok(())
+    }
+
+    /// The keepalives of the Peers in the member itself stay the same.
+    fn check_keepalives(&self, entry: &str, changed: &Changed<'_>, new: &MeshInputs<'_>) -> Result<(), Anew> {
+        let target = &new.mesh_members[entry];
+        let none = BTreeSet::new();
+        let planner = PeerPlanner::with_existing(new, entry, target, Some(&none));
+        for (source, member) in new.sources(entry, target) {
+            if new.link(entry, target, member) != Some(Link::Meshed) {
+                continue;
+            }
+            let changes_with = |has_nat_keepalive| {
+                let test = planner.nat_test(member, has_nat_keepalive);
+                let mut rows = changed.rows.iter();
+                rows.any(|row| row.before.is_some_and(&test) != row.after.is_some_and(&test))
+            };
+            if !changes_with(true) && !changes_with(false) {
+                continue;
+            }
+            if changes_with(PeerPlanner::new(new, entry, target).has_nat_keepalive(source)) {
+                return Err("a node behind a NAT was added or removed");
+            }
+        }
+        Ok(())
+    }
+
+    /// The changed report of an entry. `skipped` = the changed Nodes that are not registered, before and after.
+    fn report(
+        &self,
+        entry: &str,
+        skipped: [&Vec<crate::plan::Skipped>; 2],
+        was: usize,
+        is: usize,
+        members: &Members<'_>,
+    ) -> Result<ReportPatch, Anew> {
+        let report = self
+            .planned
+            .clusters
+            .get(entry)
+            .ok_or("a changed member has no report")?;
+        let [old, new] = skipped;
+        let mut skipped = report.skipped.clone();
+        if report.needs_registration {
+            for gone in old {
+                let position = skipped.iter().position(|skipped| skipped == gone);
+                skipped.remove(position.ok_or("a changed Node was not reported as skipped")?);
+            }
+            skipped.extend(new.iter().cloned());
+            skipped.sort();
+        }
+        Ok(ReportPatch {
+            registered: (report.registered + is)
+                .checked_sub(was)
+                .ok_or("a changed node was not counted")?,
+            skipped,
+            behind_nat: discovered::find_node_behind_nat(members, entry),
+        })
+    }
+}
+
+impl<'m> Changed<'m> {
+    fn of(rows: &'m [ChangedRow<'m, Node>]) -> Self {
+        let member = |node: fn(&ChangedRow<'m, Node>) -> Option<&'m Node>| {
+            let nodes = rows
+                .iter()
+                .filter_map(|row| Some((row.name.to_owned(), node(row)?.clone())));
+            Member {
+                nodes: nodes.collect::<Rows<Node>>(),
+                ..Member::default()
+            }
+        };
+        Self {
+            rows,
+            before: member(|row| row.before),
+            after: member(|row| row.after),
+        }
+    }
+}
+
+impl<'m> Side<'m> {
+    fn of(
+        planner: &'m MeshPlanner<'m, 'm>,
+        follower: &MeshFollower<'_>,
+        changed: impl Iterator<Item = (&'m str, &'m Member)>,
+    ) -> Self {
+        let members = follower.kept.traits.iter().map(|(name, traits)| {
+            let member = MeshMember {
+                traits: Arc::clone(traits),
+                observed: planner.seen.members.get(&traits.cluster.identity),
+            };
+            (name.clone(), member)
+        });
+        let members: Members<'m> = members.collect();
+        let registries = changed.map(|(entry, member)| {
+            let existing = |node: &str| planner.existing_peers(&members, entry, node);
+            let peer_name = |node: &str| planner.naming.peer(&planner.mesh.id, entry, node, false);
+            let builder = RegistryBuilder {
+                cluster: &follower.kept.traits[entry].cluster,
+                member,
+                existing: &existing,
+                peer_name: &peer_name,
+            };
+            (entry.to_owned(), builder.build())
+        });
+        let registries = registries.collect();
+        Self {
+            planner,
+            members,
+            registries,
+        }
+    }
+
+    fn inputs<'s>(&'s self, follower: &'s MeshFollower<'_>) -> MeshInputs<'s> {
+        let planner = self.planner;
+        MeshInputs {
+            mesh: &planner.mesh.id,
+            mesh_members: &self.members,
+            registries: &self.registries,
+            not_enforcing: &follower.kept.not_enforcing,
+            seen: planner.seen,
+            settings: planner.settings,
+            naming: planner.naming,
+            all_meshes: planner.all_meshes,
+            claimants: planner.claimants,
+            used: planner.used,
+        }
+    }
+}
+
+/// A target, and a source with changed Nodes.
+struct Pair<'p, 'a> {
+    follower: &'p MeshFollower<'a>,
+    source: &'p str,
+    target: &'p str,
+    changed: &'p Changed<'p>,
+    old: &'p MeshInputs<'p>,
+    new: &'p MeshInputs<'p>,
+}
+
+impl<'p> Pair<'p, '_> {
+    /// Adds to `was` and `is` the changed nodes that have a Peer in the target, before and after.
+    fn follow(&self, patch: &mut Patch, was: &mut BTreeSet<&'p str>, is: &mut BTreeSet<&'p str>) -> Result<(), Anew> {
+        let registered = |inputs: &'p MeshInputs<'p>| &inputs.registries[self.source].registered;
+        let (old, new) = (registered(self.old), registered(self.new));
+        if old.is_empty() && new.is_empty() {
+            return Ok(());
+        }
+        let id = self.new.mesh;
+        let rows = self.changed.rows.iter();
+        let names = rows
+            .flat_map(|row| [false, true].map(|is_taken| self.new.naming.peer(id, self.source, row.name, is_taken)));
+        let names: BTreeSet<String> = names.collect();
+        // Only a new key or prefix can be that of another existing Peer.
+        let claims =
+            |nodes: &'p [nodes::RegisteredNode<'p>]| nodes.iter().map(|node| (node.node, node.key, &node.prefixes));
+        let only = claims(old).eq(claims(new)).then_some(&names);
+        let keepalive = self.keepalive()?;
+        let plan = |inputs: &'p MeshInputs<'p>, only| {
+            let planner = PeerPlanner::with_existing(inputs, self.target, &inputs.mesh_members[self.target], only);
+            planner.plan_registered(self.source, keepalive)
+        };
+        let (planned_before, planned_after) = (plan(self.old, Some(&names)), plan(self.new, only));
+        if planned_before.reports != planned_after.reports {
+            return Err("what is reported about the Peers of a changed Node is different");
+        }
+        for row in self.changed.rows {
+            let old = planned_before.peers.get(row.name);
+            let new = planned_after.peers.get(row.name);
+            was.extend(old.map(|_| row.name));
+            is.extend(new.map(|_| row.name));
+            let parts = self.parts_of(row, old)?;
+            self.check_anchors(row, old, new, !parts.is_empty(), &planned_after)?;
+            self.check_endpoints(old, new, &planned_after)?;
+            let target_plan = patch.peers.entry(self.target.to_owned()).or_default();
+            let old_name = old.map(|(name, _)| name);
+            let Some((name, peer)) = new else {
+                target_plan.extend(old_name.map(|name| (name.clone(), None)));
+                continue;
+            };
+            let mut peer = Arc::clone(peer);
+            if !parts.is_empty() {
+                Arc::make_mut(&mut peer).spec.allowed_ips.extend(parts);
+            }
+            let existing = self.planned().get(name);
+            if old_name != Some(name) && (existing.is_some() || target_plan.contains_key(name)) {
+                return Err("the name of a Peer is planned already");
+            }
+            if existing == Some(&peer) {
+                continue;
+            }
+            target_plan.extend(old_name.filter(|old| *old != name).map(|name| (name.clone(), None)));
+            target_plan.insert(name.clone(), Some(peer));
+        }
+        Ok(())
+    }
+
+    /// The last plan of the target.
+    fn planned(&self) -> &'p BTreeMap<String, Arc<PlannedPeer>> {
+        &self.follower.planned.targets[self.target].peers
+    }
+
+    /// The keepalive of the source's Peers with an endpoint in this target, as the last plan has it.
+    fn keepalive(&self) -> Result<u16, Anew> {
+        let id = self.new.mesh;
+        let names = self
+            .changed
+            .rows
+            .iter()
+            .map(|row| self.new.naming.peer(id, self.source, row.name, false));
+        let first: Vec<_> = names.filter_map(|name| self.planned().get(&name)).collect();
+        let mut peers = first.into_iter().chain(self.planned().values());
+        let peer = peers.find(|peer| peer.source == self.source && peer.spec.endpoint.is_some());
+        let peer = peer.ok_or("the source has no Peer with an endpoint in a target")?;
+        Ok(peer.spec.persistent_keepalive)
+    }
+
+    /// Checks that the last plan has this Peer of a changed Node. Returns the parts of anchored networks that the Peer contains there.
+    fn parts_of(
+        &self,
+        row: &ChangedRow<'_, Node>,
+        old: Option<&(String, Arc<PlannedPeer>)>,
+    ) -> Result<Vec<IpNet>, Anew> {
+        let Some((name, peer)) = old else {
+            let id = self.new.mesh;
+            let names = [false, true].map(|is_taken| self.new.naming.peer(id, self.source, row.name, is_taken));
+            let is_of_node = |peer: &Arc<PlannedPeer>| peer.source == self.source && peer.node == row.name;
+            if names.iter().filter_map(|name| self.planned().get(name)).any(is_of_node) {
+                return Err("the Peer of a changed Node depends on other Nodes");
+            }
+            return Ok(Vec::new());
+        };
+        let planned = self
+            .planned()
+            .get(name)
+            .ok_or("the Peer of a changed Node has another name")?;
+        let prefixes = &peer.spec.allowed_ips;
+        let parts: Vec<IpNet> = planned.spec.allowed_ips.difference(prefixes).copied().collect();
+        let mut expected = PlannedPeer::clone(peer);
+        expected.spec.allowed_ips.extend(&parts);
+        let anchored = &self.follower.kept.anchored[self.source];
+        let is_anchored = |part: &IpNet| anchored.iter().any(|net| net.contains(part));
+        if expected != **planned || !parts.iter().all(is_anchored) {
+            return Err("the Peer of a changed Node depends on other Nodes");
+        }
+        Ok(parts)
+    }
+
+    /// The anchors stay the same. `is_anchor` = the last plan of this Peer contains a part of an anchored network.
+    fn check_anchors(
+        &self,
+        row: &ChangedRow<'_, Node>,
+        old: Option<&(String, Arc<PlannedPeer>)>,
+        new: Option<&(String, Arc<PlannedPeer>)>,
+        is_anchor: bool,
+        planned_after: &RegisteredPeers<'_, '_>,
+    ) -> Result<(), Anew> {
+        let kept = self.follower.kept;
+        let anchored = &kept.anchored[self.source];
+        if anchored.is_empty() {
+            return Ok(());
+        }
+        let endpoints = [old, new]
+            .into_iter()
+            .flatten()
+            .flat_map(|(_, peer)| endpoint::peer_endpoint_ips(&peer.spec));
+        let mut anchored_endpoints = endpoints.filter(|ip| anchored.iter().any(|net| net.contains(ip)));
+        if planned_after.runs_kg && anchored_endpoints.next().is_some() {
+            return Err("an endpoint lies in an anchored network");
+        }
+        let suitability = |node: Option<&Node>, planned: Option<&(String, Arc<PlannedPeer>)>| {
+            let (node, (_, peer)) = node.zip(planned)?;
+            let usable = node.ready && !node.deleting && peer.spec.endpoint.is_some();
+            Some((usable, anchor::rank(node)))
+        };
+        let (was, is) = (suitability(row.before, old), suitability(row.after, new));
+        if was == is {
+            return Ok(());
+        }
+        let is_unsettled = kept
+            .unsettled
+            .get(self.target)
+            .is_some_and(|sources| sources.contains(self.source));
+        if is_anchor || is_unsettled {
+            return Err("an anchor changed");
+        }
+        // The anchors are among the most suitable nodes. They stay, unless the changed node is more suitable.
+        let report = &self.follower.planned.clusters[self.source];
+        let anchors: BTreeSet<&String> = report.anchored.values().flatten().collect();
+        let member = self.new.mesh_members[self.source].last_observed();
+        let rank_of = |name: &String| member.and_then(|member| member.nodes.get(name)).map(anchor::rank);
+        let worst = anchors.iter().map(|name| rank_of(name)).max();
+        match worst {
+            Some(Some(worst)) if is.is_none_or(|(_, rank)| rank >= worst) => Ok(()),
+            _ => Err("an anchor may change"),
+        }
+    }
+
+    /// No other node of the source has the first endpoint that the node gained or lost.
+    fn check_endpoints(
+        &self,
+        old: Option<&(String, Arc<PlannedPeer>)>,
+        new: Option<&(String, Arc<PlannedPeer>)>,
+        planned_after: &RegisteredPeers<'_, '_>,
+    ) -> Result<(), Anew> {
+        let first = |planned: Option<&(String, Arc<PlannedPeer>)>| match planned?.1.spec.endpoint {
+            Some(Endpoint::Ip(address)) => Some(address),
+            _ => None,
+        };
+        let keys: Vec<PublicKey> = [old, new]
+            .into_iter()
+            .flatten()
+            .map(|(_, peer)| peer.spec.public_key)
+            .collect();
+        let (old, new) = (first(old), first(new));
+        if old == new {
+            return Ok(());
+        }
+        let endpoints: Vec<SocketAddr> = old.into_iter().chain(new).collect();
+        let has = |ip: IpAddr| endpoints.iter().any(|endpoint| endpoint.ip() == ip);
+        let seen = self.follower.after.seen;
+        let mut others = self.follower.others(self.source, self.changed);
+        let mut discovered = planned_after.discovered().filter(|(key, _)| !keys.contains(key));
+        if others.any(|(_, node)| endpoint::node_addresses(node).any(has))
+            || seen.resolved.values().any(|ip| has(ip.to_canonical()))
+            || discovered.any(|(_, endpoints)| endpoints.iter().any(|endpoint| has(endpoint.ip().to_canonical())))
+        {
+            return Err("two Nodes have, or had, the same endpoint");
+        }
+        Ok(())
+    }
+}
+
+/// The networks of a Node that the registry compares with those of other Nodes.
+fn claimed_networks(node: &Node) -> impl Iterator<Item = IpNet> {
+    let wireguard = node.wireguard_ip.value().map(|claim| nodes::host_route(claim.addr()));
+    let pods = node
+        .pod_cidrs
+        .iter()
+        .filter_map(|claim| claim.value())
+        .map(IpNet::trunc);
+    let internal = node
+        .internal_ips
+        .iter()
+        .map(|address| nodes::host_route(address.to_canonical()));
+    let location = node.allowed_location_ips.iter().map(IpNet::trunc);
+    wireguard.into_iter().chain(pods).chain(internal).chain(location)
+}

@@ -1,0 +1,174 @@
+//! Existing Peers that changed, usually because the controller wrote them. Decides whether the plan is the same with them.
+
+use std::collections::BTreeMap;
+
+use ipnet::IpNet;
+
+use super::{Anew, MeshFollower, Patch, changes::MemberChanges};
+use crate::{
+    key::PublicKey,
+    observe::{ChangedRow, Observation, ObservedPeer, PeerSpec},
+    ownership::{self, Ownership},
+    plan::{
+        PlannedPeer,
+        link::{self, Link},
+        peers::keepalive::nat_keepalive,
+        target::MeshMember,
+    },
+};
+
+impl MeshFollower<'_> {
+    /// Checks that the changed existing Peers do not change the plan.
+    ///
+    /// The planner reads an existing Peer of its own mesh for these purposes:
+    /// - The Peer of a node keeps its name.
+    /// - An anchored network stays with its anchor.
+    /// - A keepalive for NATs may stay. An endpoint stays while a host name does not resolve, and a held node keeps its Peer: meshes with
+    ///   one of these are not followed ([`super::Kept::of`]).
+    ///
+    /// # Errors
+    /// They may change it.
+    pub(super) fn check_peers(&self, changes: &BTreeMap<&str, MemberChanges<'_>>, patch: &Patch) -> Result<(), Anew> {
+        for (target, changes) in changes {
+            // The result for the last source: the Peers of a source usually follow each other.
+            let mut last_source: Option<(&str, bool)> = None;
+            for row in &changes.peers {
+                for peer in [row.before, row.after].into_iter().flatten() {
+                    let source = self.source(peer).ok_or("a Peer of another owner changed")?;
+                    let is_meshed = match last_source {
+                        Some((last, is_meshed)) if last == source => is_meshed,
+                        _ => self.is_meshed(target, source),
+                    };
+                    last_source = Some((source, is_meshed));
+                    if !is_meshed {
+                        return Err("a Peer changed whose source is not connected");
+                    }
+                }
+                self.check_peer(target, row, patch)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The source in the label of a Peer that belongs to this mesh and has a valid spec.
+    fn source<'o>(&self, peer: &'o ObservedPeer) -> Option<&'o str> {
+        let planner = &self.after;
+        let owner = ownership::of(&peer.owner, &planner.seen.hub, planner.claimants);
+        let is_ours = peer.spec.is_ok() && owner == Ownership::Mesh(&planner.mesh.id);
+        peer.owner.source_cluster.as_deref().filter(|_| is_ours)
+    }
+
+    fn is_meshed(&self, target: &str, source: &str) -> bool {
+        let member = |name: &str| {
+            let traits = self.kept.traits.get(name)?;
+            let observed: Option<&Observation<_>> = self.after.seen.members.get(&traits.cluster.identity);
+            Some(MeshMember {
+                traits: traits.clone(),
+                observed,
+            })
+        };
+        let members = member(target).zip(member(source));
+        members.is_some_and(|(target, source)| link::between(&target, &source) == Some(Link::Meshed))
+    }
+
+    fn check_peer(&self, target: &str, row: &ChangedRow<'_, ObservedPeer>, patch: &Patch) -> Result<(), Anew> {
+        let planned = self.planned_peer(target, row.name, patch);
+        let spec = |peer: Option<&ObservedPeer>| peer.and_then(|peer| peer.spec.as_ref().ok()).cloned();
+        let (before, after) = (spec(row.before), spec(row.after));
+        let naming = |planned: &PlannedPeer| {
+            let id = &self.after.mesh.id;
+            self.after.naming.peer(id, &planned.source, &planned.node, false)
+        };
+        let keeps_name = match (planned, row.after) {
+            (None, Some(_)) => return Err("a Peer that is not planned was created or changed"),
+            (Some(planned), Some(after)) => {
+                if after.owner.source_cluster.as_deref() != Some(&*planned.source) {
+                    return Err("a Peer has the name of another source's Peer");
+                }
+                let key = after.spec.as_ref().ok().map(|spec| spec.public_key);
+                key == Some(planned.spec.public_key)
+            }
+            (_, None) => false,
+        };
+        // Without an existing Peer that has its key, a node gets the name that the naming rule gives it.
+        if planned.is_some_and(|planned| !keeps_name && naming(planned) != row.name) {
+            return Err("a Peer with a name of its own has lost its key");
+        }
+        for spec in [&before, &after].into_iter().flatten() {
+            let key = spec.public_key;
+            if planned.is_none_or(|planned| planned.spec.public_key != key) && self.is_planned(target, &key, patch) {
+                return Err("the key of a changed Peer is planned under another name");
+            }
+        }
+        self.check_anchored(before.as_ref(), after.as_ref(), row)?;
+        self.check_keepalive(before.as_ref(), after.as_ref(), planned)
+    }
+
+    /// No anchored network entered or left the existing Peer.
+    fn check_anchored(
+        &self,
+        before: Option<&PeerSpec>,
+        after: Option<&PeerSpec>,
+        row: &ChangedRow<'_, ObservedPeer>,
+    ) -> Result<(), Anew> {
+        let sources = [row.before, row.after].into_iter().flatten();
+        let sources = sources.filter_map(|peer| self.kept.anchored.get(peer.owner.source_cluster.as_deref()?));
+        let anchored: Vec<_> = sources.flatten().collect();
+        let has = |spec: Option<&PeerSpec>, net: &IpNet| spec.is_some_and(|spec| spec.allowed_ips.contains(net));
+        let mut nets = [before, after].into_iter().flatten().flat_map(|spec| &spec.allowed_ips);
+        let is_moved = |net: &&IpNet| {
+            has(before, net) != has(after, net) && anchored.iter().any(|anchored| anchored.contains(*net))
+        };
+        match nets.find(is_moved) {
+            Some(_) => Err("an anchored network entered or left a Peer"),
+            None => Ok(()),
+        }
+    }
+
+    /// The keepalive for NATs stays if an existing Peer has it (`has_nat_keepalive` of the planner). That a Peer gets it changes nothing if
+    /// it is planned.
+    fn check_keepalive(
+        &self,
+        before: Option<&PeerSpec>,
+        after: Option<&PeerSpec>,
+        planned: Option<&PlannedPeer>,
+    ) -> Result<(), Anew> {
+        let keepalives = self
+            .kept
+            .traits
+            .values()
+            .map(|traits| traits.cluster.persistent_keepalive);
+        let configured = keepalives.max().unwrap_or(0);
+        let nat = nat_keepalive(configured);
+        let has = |spec: &PeerSpec| spec.endpoint.is_some() && spec.persistent_keepalive == nat;
+        let (had, has_now) = (before.is_some_and(has), after.is_some_and(has));
+        let is_planned = planned.is_some_and(|planned| has(&planned.spec));
+        if nat != configured && (had && !has_now || has_now && !had && !is_planned) {
+            return Err("the keepalive for NATs of a Peer changed");
+        }
+        Ok(())
+    }
+
+    /// The planned Peer with this name, as the patch changes it.
+    fn planned_peer<'p>(&'p self, target: &str, name: &str, patch: &'p Patch) -> Option<&'p PlannedPeer> {
+        if let Some(patched) = patch.peers.get(target).and_then(|peers| peers.get(name)) {
+            return patched.as_deref();
+        }
+        self.planned.targets.get(target)?.peers.get(name).map(|peer| &**peer)
+    }
+
+    /// Whether a Peer with this key is planned.
+    fn is_planned(&self, target: &str, key: &PublicKey, patch: &Patch) -> bool {
+        let patched = patch.peers.get(target);
+        let new = patched.into_iter().flatten().filter_map(|(_, peer)| peer.as_ref());
+        let kept = self
+            .planned
+            .targets
+            .get(target)
+            .into_iter()
+            .flat_map(|plan| &plan.peers);
+        let kept = kept.filter(|(name, _)| patched.is_none_or(|patched| !patched.contains_key(*name)));
+        let mut all = new.chain(kept.map(|(_, peer)| peer));
+        all.any(|peer| peer.spec.public_key == *key)
+    }
+}
