@@ -57,6 +57,7 @@ struct OverBudgetLabels {
 pub(crate) struct Metrics {
     leader: Gauge,
     passes: Counter,
+    full_plans: Counter,
     pass_seconds: Histogram,
     writes: Family<WriteLabels, Counter>,
     entries: Entries,
@@ -149,6 +150,7 @@ impl Default for Metrics {
         Self {
             leader: Gauge::default(),
             passes: Counter::default(),
+            full_plans: Counter::default(),
             pass_seconds: Histogram::new(buckets),
             writes: Family::default(),
             entries: Entries::default(),
@@ -166,6 +168,8 @@ impl Metrics {
             self.leader.clone(),
         );
         registry.register("reconciles", "Passes with a plan", self.passes.clone());
+        let help = "Passes that planned all meshes anew instead of following changes";
+        registry.register("full_plans", help, self.full_plans.clone());
         registry.register(
             "reconcile_seconds",
             "Time of one pass until its writes begin",
@@ -196,9 +200,10 @@ impl Metrics {
             .inc();
     }
 
-    /// Counts a pass, and records its duration until its writes begin.
-    pub(crate) fn record_pass(&self, took: Duration) {
+    /// Counts a pass, and records its duration until its writes begin. `is_full` = it planned all meshes anew.
+    pub(crate) fn record_pass(&self, took: Duration, is_full: bool) {
         self.passes.inc();
+        self.full_plans.inc_by(u64::from(is_full));
         self.pass_seconds.observe(took.as_secs_f64());
     }
 

@@ -12,11 +12,11 @@ use std::{
 
 use clustermesh_api::{convert, mesh::ClusterMesh, names::Names};
 use clustermesh_core::{
-    diff::{Action, Step, diff, diff_if_resumed},
+    diff::Action,
     lanes::{self, Source},
     mesh::{ClusterIdentity, Mesh, MeshId, ObjectName},
     observe::{Member as ObservedMember, Observation, Observations},
-    plan::{Plan, plan},
+    plan::Plan,
 };
 use tokio_util::task::TaskTracker;
 
@@ -35,11 +35,13 @@ use crate::{
 mod finalize;
 mod link_reports;
 mod meshes;
+mod planning;
 mod removed;
 mod status;
 mod takeover;
 
 use meshes::{LastValidMeshes, LoadedMesh, load_meshes};
+use planning::{Planning, Steps, count_outstanding};
 use removed::RemovedClusters;
 pub(crate) use removed::RemovedRow;
 use status::{Reports, truncate_to_seconds};
@@ -93,6 +95,7 @@ pub(crate) struct Reconciler {
     meshes: Meshes,
     members: BTreeMap<ClusterIdentity, Member>,
     held_nodes: HeldNodes,
+    planning: Planning,
     resolver: Resolver,
     takeover: Takeover,
     reports: Reports,
@@ -113,9 +116,9 @@ struct Meshes {
 /// The data of one pass, for the writers and the reports.
 struct Pass {
     meshes: BTreeMap<MeshId, LoadedMesh>,
-    seen: Observations,
-    plan: Plan,
-    steps: BTreeMap<ClusterIdentity, Vec<Step>>,
+    seen: Arc<Observations>,
+    plan: Arc<Plan>,
+    steps: Steps,
     /// For each member and source, the number of objects that differ from the plan, including objects of paused meshes.
     outstanding: BTreeMap<ClusterIdentity, BTreeMap<Source, usize>>,
     /// When the pass began to observe.
@@ -141,6 +144,7 @@ impl Reconciler {
             },
             members: BTreeMap::new(),
             held_nodes: HeldNodes::default(),
+            planning: Planning::default(),
             takeover: Takeover::default(),
             reports: Reports::new(hub_writer, metrics, debug_view),
             changed,
@@ -178,25 +182,34 @@ impl Reconciler {
             hub: self.hub.id.clone(),
         };
         let settings = self.hub.settings.clone();
+        let seen = Arc::new(seen);
+        let mut planning = std::mem::take(&mut self.planning);
         let planned = tokio::task::spawn_blocking(move || {
-            let plan = plan(&meshes, &seen, &settings, &names);
-            let mut steps = compute_steps(&plan, &seen, diff);
+            let (plan, mut steps, planned_anew) = planning.plan(&meshes, &seen, &settings, &names);
             if !hub_is_fresh {
                 let all = steps.values_mut();
                 all.for_each(|steps| steps.retain(|step| step.action != Action::Delete));
             }
             let outstanding = count_outstanding(&plan, &seen, &steps);
-            (seen, plan, steps, outstanding)
+            (planning, planned_anew, seen, plan, steps, outstanding)
         });
-        let (seen, plan, steps, outstanding) = match planned.await {
-            Ok(planned) => planned,
+        let (planned_anew, seen, plan, steps, outstanding) = match planned.await {
+            Ok((planning, planned_anew, seen, plan, steps, outstanding)) => {
+                self.planning = planning;
+                (planned_anew, seen, plan, steps, outstanding)
+            }
             Err(error) => {
                 tracing::error!(%error, "the planner failed; nothing is written");
                 return RESYNC;
             }
         };
         let next_hold = self.held_nodes.update(&plan, &seen, started);
-        self.reports.metrics.record_pass(started.elapsed());
+        if let Some(why) = planned_anew {
+            tracing::debug!(why, "planned all meshes anew");
+        }
+        self.reports
+            .metrics
+            .record_pass(started.elapsed(), planned_anew.is_some());
 
         let mut pass = Pass {
             meshes: loaded,
@@ -343,95 +356,6 @@ impl Reconciler {
     pub(crate) fn stop_writing(&self) {
         self.members.values().for_each(|member| member.writer.clear());
     }
-}
-
-/// Computes the steps for each member. Omits two kinds of delete steps: those in a member whose observation is not
-/// fresh, and those for a mesh that may reference the same cluster by another Secret.
-fn compute_steps(
-    plan: &Plan,
-    seen: &Observations,
-    diff: fn(&Plan, &ClusterIdentity, &ObservedMember) -> Vec<Step>,
-) -> BTreeMap<ClusterIdentity, Vec<Step>> {
-    let mut all: BTreeMap<ClusterIdentity, Vec<Step>> = BTreeMap::new();
-    // Identities that differ only in the key of the Secret are one cluster, so only one of them gets steps. Identities whose
-    // observation is fresh, and then identities that a mesh references, are preferred.
-    let mut members: Vec<_> = seen.members.iter().collect();
-    members.sort_by_key(|(identity, observation)| (observation.fresh().is_none(), !is_referenced(plan, identity)));
-    for (identity, observation) in members {
-        if all.keys().any(|written| written.same_cluster(identity)) {
-            continue;
-        }
-        let Some(member) = observation.last() else { continue };
-        let is_fresh = observation.fresh().is_some();
-        let mut steps = diff(plan, identity, member);
-        steps.retain(|step| {
-            step.action != Action::Delete
-                || (is_fresh && !may_have_other_secret(plan, seen, &step.mesh, identity, member.uid.as_deref()))
-        });
-        all.insert(identity.clone(), steps);
-    }
-    all
-}
-
-/// Counts the objects of each source that differ from the plan. Each step counts as one object. For a paused mesh, the counted steps
-/// are those that the diff would have if the mesh were resumed.
-fn count_outstanding(
-    plan: &Plan,
-    seen: &Observations,
-    steps: &BTreeMap<ClusterIdentity, Vec<Step>>,
-) -> BTreeMap<ClusterIdentity, BTreeMap<Source, usize>> {
-    let is_paused = |step: &&Step| plan.meshes.get(&step.mesh).is_some_and(|mesh| mesh.paused);
-    let resumed = if plan.meshes.values().any(|mesh| mesh.paused) {
-        compute_steps(plan, seen, diff_if_resumed)
-    } else {
-        BTreeMap::new()
-    };
-    let resumed = resumed
-        .iter()
-        .map(|(identity, steps)| (identity, steps.iter().filter(is_paused).collect::<Vec<_>>()));
-    let steps = steps.iter().map(|(identity, steps)| (identity, steps.iter().collect()));
-    let mut outstanding: BTreeMap<ClusterIdentity, BTreeMap<Source, usize>> = BTreeMap::new();
-    for (identity, steps) in steps.chain(resumed) {
-        let counts = outstanding.entry(identity.clone()).or_default();
-        for step in steps {
-            *counts.entry(lanes::source_of(step)).or_default() += 1;
-        }
-    }
-    outstanding
-}
-
-/// Whether a mesh references exactly this identity.
-fn is_referenced(plan: &Plan, identity: &ClusterIdentity) -> bool {
-    plan.meshes
-        .values()
-        .any(|mesh| mesh.identities.values().any(|other| other == identity))
-}
-
-/// Whether `mesh` does not reference `identity`, but may reference the same cluster by another Secret.
-///
-/// Then the plan for `identity` does not contain the objects that the mesh wants in that cluster, so the diff would delete all of them.
-/// A mesh in deletion wants none. Two clusters count as different only if both UIDs are known and differ.
-fn may_have_other_secret(
-    plan: &Plan,
-    seen: &Observations,
-    mesh: &MeshId,
-    identity: &ClusterIdentity,
-    uid: Option<&str>,
-) -> bool {
-    let Some(mesh) = plan.meshes.get(mesh).filter(|mesh| !mesh.deleting) else {
-        return false;
-    };
-    let mut entries = mesh.identities.values();
-    if entries.clone().any(|entry| entry.same_cluster(identity)) {
-        return false;
-    }
-    entries.any(|entry| {
-        let member = seen.members.get(entry).and_then(Observation::last);
-        match (member.and_then(|member| member.uid.as_deref()), uid) {
-            (Some(other_uid), Some(uid)) => other_uid == uid,
-            _ => true,
-        }
-    })
 }
 
 /// Computes which on-demand objects ([`Interest`]) the session of each member has to read.

@@ -128,19 +128,35 @@ pub fn diff_if_resumed(plan: &Plan, identity: &ClusterIdentity, member: &Member)
     )
 }
 
-/// Compares all kinds, and sorts the steps by their phase:
-///
-/// - 0: creates and updates of PeerPolicies, and all steps of SandboxAccesses
-/// - 1 to 5: Peers ([`PeerOrder::phase`]); also deletes of EndpointSlices (3) and mirrored Services (4)
-/// - 6: creates and updates of mirrored Services
-/// - 7: creates and updates of EndpointSlices
-/// - 8: deletes of PeerPolicies
+/// Updates the steps of [`diff`] for a member in which only these Peers are planned or observed otherwise than before.
+pub fn update_peer_steps(
+    steps: &mut Vec<Step>,
+    plan: &Plan,
+    identity: &ClusterIdentity,
+    member: &Member,
+    names: &BTreeSet<String>,
+) {
+    let Some(existing) = &member.peers else { return };
+    let differ = Differ {
+        plan,
+        identity,
+        ignores_pause: false,
+    };
+    let (mut peers, others): (Vec<Step>, Vec<Step>) = std::mem::take(steps)
+        .into_iter()
+        .partition(|step| matches!(step.item, Item::Peer(..)));
+    peers.retain(|step| matches!(&step.item, Item::Peer(name, _) if !names.contains(name)));
+    peers.extend(differ.peers(existing, Some(names)));
+    peers.sort_by_cached_key(|step| (step.action != Action::Delete, step.item.name()));
+    peers.extend(others);
+    *steps = peers;
+    sort_by_phase(steps, existing);
+}
+
 fn steps(differ: Differ<'_>, member: &Member) -> Vec<Step> {
-    let mut steps: Vec<(u8, Step)> = Vec::new();
+    let mut steps = Vec::new();
     if let Some(existing) = &member.peers {
-        let peers = differ.peers(existing);
-        let order = PeerOrder::of(peers.iter(), existing);
-        steps.extend(peers.into_iter().map(|step| (order.phase(&step, existing), step)));
+        steps.extend(differ.peers(existing, None));
     }
     if let Some(existing) = &member.policies {
         let existing = existing
@@ -151,12 +167,7 @@ fn steps(differ: Differ<'_>, member: &Member) -> Vec<Step> {
             policies.map(|(name, policy)| (Cow::Borrowed(&**name), &*policy.source, Cow::Borrowed(&policy.spec)))
         });
         let superseded = |_: &str, policy: &PolicySpec| differ.is_any_connected(&policy.networks);
-        let policies = differ.compare(existing, desired, Item::Policy, superseded, policy_fields);
-        steps.extend(
-            policies
-                .into_iter()
-                .map(|step| (if step.action == Action::Delete { 8 } else { 0 }, step)),
-        );
+        steps.extend(differ.compare(existing, desired, Item::Policy, superseded, policy_fields));
     }
     if let Some(existing) = &member.accesses {
         let existing = existing
@@ -167,8 +178,7 @@ fn steps(differ: Differ<'_>, member: &Member) -> Vec<Step> {
             accesses.map(|(name, access)| (Cow::Borrowed(&**name), &*access.source, Cow::Borrowed(&access.spec)))
         });
         let superseded = |_: &str, access: &AccessSpec| differ.is_any_connected(&access.networks);
-        let accesses = differ.compare(existing, desired, Item::Access, superseded, access_fields);
-        steps.extend(accesses.into_iter().map(|step| (0, step)));
+        steps.extend(differ.compare(existing, desired, Item::Access, superseded, access_fields));
     }
     let mirrors: BTreeMap<&ObjectName, Mirror> = member
         .services
@@ -208,21 +218,30 @@ fn steps(differ: Differ<'_>, member: &Member) -> Vec<Step> {
         };
         service.is_some_and(|service| differ.is_kept(&step.mesh, &service))
     };
-    steps.extend(
-        services
-            .into_iter()
-            .filter(|step| !kept(step))
-            .map(|step| (if step.action == Action::Delete { 4 } else { 6 }, step)),
-    );
-    steps.extend(
-        differ
-            .slices(member)
-            .into_iter()
-            .filter(|step| !kept(step))
-            .map(|step| (if step.action == Action::Delete { 3 } else { 7 }, step)),
-    );
-    steps.sort_by_key(|(phase, _)| *phase);
-    steps.into_iter().map(|(_, step)| step).collect()
+    let slices = differ.slices(member);
+    steps.extend(services.into_iter().chain(slices).filter(|step| !kept(step)));
+    sort_by_phase(&mut steps, member.peers.as_ref().unwrap_or(&Rows::default()));
+    steps
+}
+
+/// Sorts the steps by their phase:
+///
+/// - 0: creates and updates of PeerPolicies, and all steps of SandboxAccesses
+/// - 1 to 5: Peers ([`PeerOrder::phase`]); also deletes of EndpointSlices (3) and mirrored Services (4)
+/// - 6: creates and updates of mirrored Services
+/// - 7: creates and updates of EndpointSlices
+/// - 8: deletes of PeerPolicies
+fn sort_by_phase(steps: &mut [Step], existing: &Rows<ObservedPeer>) {
+    let order = PeerOrder::of(steps.iter(), existing);
+    steps.sort_by_cached_key(|step| match (&step.item, step.action) {
+        (Item::Policy(..), Action::Delete) => 8,
+        (Item::Policy(..) | Item::Access(..), _) => 0,
+        (Item::Peer(..), _) => order.phase(step, existing),
+        (Item::Slice(..), Action::Delete) => 3,
+        (Item::Service(..), Action::Delete) => 4,
+        (Item::Service(..), _) => 6,
+        (Item::Slice(..), _) => 7,
+    });
 }
 
 /// An object of the plan.
@@ -406,7 +425,8 @@ impl<'a> Differ<'a> {
         ownership::of(owner, &self.plan.hub, &self.plan.claimants) == Ownership::Foreign
     }
 
-    fn peers(&self, existing: &Rows<ObservedPeer>) -> Vec<Step> {
+    /// `only` = compare no Peers but these; `None` = all.
+    fn peers(&self, existing: &Rows<ObservedPeer>, only: Option<&BTreeSet<String>>) -> Vec<Step> {
         let is_own_node = |spec: &PeerSpec| matches!(spec.role, PeerRole::OwnNode(_));
         let has_own_nodes = || {
             let mut active = self
@@ -416,10 +436,20 @@ impl<'a> Differ<'a> {
         };
         let superseded =
             |_: &str, peer: &PeerSpec| is_own_node(peer) && has_own_nodes() || self.is_any_connected(&peer.allowed_ips);
-        let existing = existing.iter();
+        let all = only.is_none().then(|| existing.iter()).into_iter().flatten();
+        let chosen = only
+            .into_iter()
+            .flatten()
+            .filter_map(|name| existing.get_key_value(name));
+        let existing = all.chain(chosen);
         let existing = existing.map(|(name, peer)| (name, &peer.owner, peer.spec.as_ref().ok()));
         let desired = self.desired(|target| {
-            let peers = target.peers.iter();
+            let all = only.is_none().then(|| target.peers.iter()).into_iter().flatten();
+            let chosen = only
+                .into_iter()
+                .flatten()
+                .filter_map(|name| target.peers.get_key_value(name));
+            let peers = all.chain(chosen);
             peers.map(|(name, peer)| (Cow::Borrowed(&**name), &*peer.source, Cow::Borrowed(&peer.spec)))
         });
         self.compare(existing, desired, Item::Peer, superseded, peer_fields)

@@ -15,8 +15,9 @@ use clustermesh_core::{
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
 use super::{
-    Pass, Reconciler, may_have_other_secret,
+    Pass, Reconciler,
     meshes::{LoadedMesh, identity_of_secret},
+    planning::may_have_other_secret,
     truncate_to_seconds,
 };
 

@@ -1,10 +1,11 @@
 use clustermesh_core::{
+    diff::diff,
     observe::{Member, ObservedPeer, Owner},
     ownership::Claimant,
     plan::{MeshPlan, TargetPlan},
 };
 
-use super::*;
+use super::{planning::compute_steps, *};
 use crate::election::Election;
 
 fn secret(name: &str) -> ClusterIdentity {

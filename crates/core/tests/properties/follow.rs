@@ -1,4 +1,4 @@
-//! Property tests: a plan that follows changes equals one that is made anew, over arbitrary sequences of changes.
+//! Property tests: a plan that follows changes equals one that is made anew, and so do its steps, over arbitrary sequences of changes.
 
 use std::{
     collections::BTreeMap,
@@ -7,9 +7,9 @@ use std::{
 };
 
 use clustermesh_core::{
-    diff::{Item, Step, diff},
+    diff::{Item, Step, diff, update_peer_steps},
     key::PublicKey,
-    mesh::{Locations, Profile},
+    mesh::{Addressing, ClusterIdentity, Locations, Profile},
     observe::{Claim, Endpoint, Member, Node, Observation, Observations, ObservedPeer, Owner, Server},
     plan::{Anew, Plan, Planner, Settings, plan},
 };
@@ -140,7 +140,7 @@ fn plain() -> impl Strategy<Value = Scenario> {
             cluster.egress.clear();
             cluster.max_nodes = 5000;
             if routed {
-                cluster.addressing = clustermesh_core::mesh::Addressing::Routed;
+                cluster.addressing = Addressing::Routed;
             }
         }
         for observation in scenario.seen.members.values_mut() {
@@ -291,11 +291,20 @@ fn apply(seen: &mut Observations, change: &Change, last: &Plan) {
     }
 }
 
+fn all_steps(plan: &Plan, seen: &Observations) -> BTreeMap<ClusterIdentity, Vec<Step>> {
+    let members = seen.members.iter();
+    let observed = members.filter_map(|(identity, observation)| Some((identity, observation.last()?)));
+    observed
+        .map(|(identity, member)| (identity.clone(), diff(plan, identity, member)))
+        .collect()
+}
+
 /// Plans after each group of changes. Returns for each group whether it was followed, and else why not.
 fn follow(scenario: &Scenario, changes: &[Vec<Change>]) -> Result<Vec<Option<Anew>>, TestCaseError> {
     let (settings, mut planner) = (Settings::default(), Planner::default());
     let mut seen = Arc::new(scenario.seen.clone());
     let mut planned = planner.plan(&scenario.meshes, &seen, &settings, &TestNaming);
+    let mut steps = all_steps(&planned.plan, &seen);
     let mut outcomes = Vec::new();
     for group in changes {
         let mut next = Observations::clone(&seen);
@@ -304,6 +313,17 @@ fn follow(scenario: &Scenario, changes: &[Vec<Change>]) -> Result<Vec<Option<Ane
         planned = planner.plan(&scenario.meshes, &seen, &settings, &TestNaming);
         let anew = plan(&scenario.meshes, &seen, &settings, &TestNaming);
         prop_assert_eq!(&*planned.plan, &anew);
+        let expected = all_steps(&anew, &seen);
+        match &planned.changed {
+            Ok(changed) => {
+                for (identity, names) in changed {
+                    let member = seen.members[identity].last().unwrap();
+                    update_peer_steps(steps.get_mut(identity).unwrap(), &anew, identity, member, names);
+                }
+                prop_assert_eq!(&steps, &expected);
+            }
+            Err(_) => steps = expected,
+        }
         outcomes.push(planned.changed.as_ref().err().copied());
     }
     Ok(outcomes)
