@@ -2,14 +2,14 @@
 //! one changed Node. Times are CPU times of the only thread, so that other load of the machine counts little. Arguments: clusters, Nodes
 //! of each cluster, rounds.
 
-use std::{collections::BTreeMap, net::Ipv4Addr, time::Duration};
+use std::{collections::BTreeMap, net::Ipv4Addr, sync::Arc, time::Duration};
 
 use clustermesh_api::{convert, names::Names};
 use clustermesh_core::{
-    diff::{Item, Step, diff},
+    diff::{Item, Step, diff, update_peer_steps},
     mesh::{Addressing, Cluster, ClusterIdentity, Locations, Mesh, MeshId, PodNetwork, Profile},
     observe::{Member, Observation, Observations, ObservedPeer, ObservedPolicy, Rows},
-    plan::{Plan, Settings, plan},
+    plan::{Anew, Plan, Planner, Settings},
 };
 use k8s_openapi::api::core::v1::Node;
 use rustix::time::{ClockId, clock_gettime};
@@ -39,6 +39,7 @@ struct Times {
     plan: Duration,
     diff: Duration,
     steps: usize,
+    anew: Option<Anew>,
 }
 
 struct World {
@@ -46,7 +47,11 @@ struct World {
     seen: Observations,
     names: Names,
     settings: Settings,
+    planner: Planner,
+    steps: Steps,
 }
+
+type Steps = BTreeMap<ClusterIdentity, Vec<Step>>;
 
 fn identity(cluster: usize) -> ClusterIdentity {
     if cluster == 0 {
@@ -171,6 +176,8 @@ impl World {
                 seen,
                 names,
                 settings: Settings::default(),
+                planner: Planner::default(),
+                steps: Steps::new(),
             },
             converting,
         )
@@ -183,29 +190,50 @@ impl World {
         }
     }
 
-    /// Runs one pass.
-    fn pass(&mut self) -> (Times, Plan, BTreeMap<ClusterIdentity, Vec<Step>>) {
+    /// Runs one pass, as the controller does.
+    fn pass(&mut self) -> (Times, Arc<Plan>, Steps) {
         let began = Began::now();
-        let seen = self.seen.clone();
+        let seen = Arc::new(self.seen.clone());
         let snapshot = began.elapsed();
         let began = Began::now();
-        let plan = plan(std::slice::from_ref(&self.mesh), &seen, &self.settings, &self.names);
-        let planned = began.elapsed();
+        let meshes = std::slice::from_ref(&self.mesh);
+        let planned = self.planner.plan(meshes, &seen, &self.settings, &self.names);
+        let (plan, plan_took) = (planned.plan, began.elapsed());
         let began = Began::now();
-        let steps: BTreeMap<_, _> = (seen.members.iter())
-            .map(|(identity, observation)| (identity.clone(), diff(&plan, identity, observation.last().unwrap())))
-            .collect();
+        let member = |identity| seen.members[identity].last().unwrap();
+        match &planned.changed {
+            Ok(changed) => {
+                for (identity, names) in changed {
+                    let steps = self.steps.get_mut(identity).unwrap();
+                    update_peer_steps(steps, &plan, identity, member(identity), names);
+                }
+            }
+            Err(_) => {
+                let all = seen.members.keys();
+                self.steps = all
+                    .map(|identity| (identity.clone(), diff(&plan, identity, member(identity))))
+                    .collect();
+            }
+        }
+        let steps = self.steps.clone();
         let times = Times {
             snapshot,
-            plan: planned,
+            plan: plan_took,
             diff: began.elapsed(),
             steps: steps.values().map(Vec::len).sum(),
+            anew: planned.changed.err(),
         };
         (times, plan, steps)
     }
 
+    /// Runs one pass that plans all meshes anew.
+    fn full_pass(&mut self) -> (Times, Arc<Plan>, Steps) {
+        self.planner.forget();
+        self.pass()
+    }
+
     /// Changes the observed state as the API servers do after the writes.
-    fn write(&mut self, plan: &Plan, steps: BTreeMap<ClusterIdentity, Vec<Step>>) {
+    fn write(&mut self, plan: &Plan, steps: Steps) {
         for (identity, steps) in steps {
             let Some(Observation::Fresh(member)) = self.seen.members.get_mut(&identity) else {
                 continue;
@@ -247,8 +275,9 @@ fn print(what: &str, times: &[Times]) {
     let least = |of: fn(&Times) -> Duration| times.iter().map(of).min().unwrap_or_default().as_secs_f64() * 1e3;
     let total = least(|t| t.snapshot + t.plan + t.diff);
     let (snapshot, plan, diff) = (least(|t| t.snapshot), least(|t| t.plan), least(|t| t.diff));
+    let anew = times.iter().find_map(|times| times.anew).unwrap_or("followed");
     println!(
-        "{what:44} {snapshot:9.1} {plan:9.1} {diff:9.1} {total:9.1} {:7}",
+        "{what:44} {snapshot:9.2} {plan:9.2} {diff:9.2} {total:9.2} {:7}  {anew}",
         times[0].steps
     );
 }
@@ -272,16 +301,32 @@ fn main() {
         "", "snapshot", "plan", "diff", "total", "writes"
     );
     let (_, plan, steps) = world.pass();
-    let first: Vec<Times> = (0..rounds).map(|_| world.pass().0).collect();
+    let first: Vec<Times> = (0..rounds).map(|_| world.full_pass().0).collect();
     print("first pass", &first);
     world.write(&plan, steps);
     let (_, plan, steps) = world.pass();
     world.write(&plan, steps);
+    let quiet: Vec<Times> = (0..rounds).map(|_| world.full_pass().0).collect();
+    print("nothing changed, planned anew", &quiet);
     let quiet: Vec<Times> = (0..rounds).map(|_| world.pass().0).collect();
     print("nothing changed", &quiet);
-    let changes: [(&str, Change); 3] = [
+    let changes: [(&str, Change); 5] = [
         ("endpoint of one Node changed", |round, _| {
             Some(node(1, 7, 20_000 + u16::try_from(round).unwrap()))
+        }),
+        ("key of one Node changed", |round, nodes| {
+            let mut changed = node(1, 8, 51820);
+            let other = node(1, 2 * nodes + round, 51820);
+            let key = "kilo.squat.ai/key";
+            let annotations = changed.metadata.annotations.as_mut().unwrap();
+            annotations.insert(key.into(), other.metadata.annotations.unwrap()[key].clone());
+            Some(changed)
+        }),
+        ("one Node not Ready, or Ready again", |round, _| {
+            let mut changed = node(1, 9, 51820);
+            let status = if round % 2 == 0 { "False" } else { "True" };
+            changed.status.as_mut().unwrap().conditions.as_mut().unwrap()[0].status = status.into();
+            Some(changed)
         }),
         ("one Node added", |round, nodes| Some(node(1, nodes + 1 + round, 51820))),
         ("one Node gone", |_, _| None),
@@ -301,7 +346,9 @@ fn main() {
                 }
             }
             let (times, plan, steps) = world.pass();
+            // Not kept: otherwise the next change would copy the plan.
             world.write(&plan, steps);
+            drop(plan);
             changed.push(times);
             written.push(world.pass().0);
         }
