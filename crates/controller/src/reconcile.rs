@@ -17,6 +17,7 @@ use clustermesh_core::{
     mesh::{ClusterIdentity, Mesh, MeshId, ObjectName},
     observe::{Member as ObservedMember, Observation, Observations},
     plan::Plan,
+    planner::Steps,
 };
 use tokio_util::task::TaskTracker;
 
@@ -41,7 +42,7 @@ mod status;
 mod takeover;
 
 use meshes::{LastValidMeshes, LoadedMesh, load_meshes};
-use planning::{Planning, Steps, count_outstanding};
+use planning::{Planning, count_outstanding};
 use removed::RemovedClusters;
 pub(crate) use removed::RemovedRow;
 use status::{Reports, truncate_to_seconds};

@@ -109,5 +109,6 @@ pub mod observe;
 pub mod ownership;
 pub mod pending;
 pub mod plan;
+pub mod planner;
 pub mod status;
 pub mod versions;

@@ -35,7 +35,8 @@ mod target;
 #[cfg(test)]
 pub(crate) mod tests;
 
-pub use follow::{Anew, PeerNames, Planned, Planner};
+pub use follow::Anew;
+pub(crate) use follow::Follower;
 pub use link::{Link, NotConnected, decide_by_entries};
 pub use members::{MemberView, MeshMembers, members};
 pub use result::{
@@ -73,7 +74,7 @@ pub fn plan(meshes: &[Mesh], seen: &Observations, settings: &Settings, naming: &
     plan_and_keep(meshes, seen, settings, naming).0
 }
 
-/// What [`Planner`] needs to follow changes of a plan.
+/// What [`Follower`] needs to follow changes of a plan.
 type Kept = (claims::Accepted, BTreeMap<MeshId, Result<follow::Kept, Anew>>);
 
 fn plan_and_keep(meshes: &[Mesh], seen: &Observations, settings: &Settings, naming: &dyn Naming) -> (Plan, Kept) {

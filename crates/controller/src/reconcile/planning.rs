@@ -8,25 +8,21 @@ use std::{
 };
 
 use clustermesh_core::{
-    diff::{Action, Step, diff, diff_if_resumed, update_peer_steps},
+    diff::{Action, Step, diff_if_resumed},
     lanes::{self, Source},
     mesh::{ClusterIdentity, Mesh, MeshId},
     observe::{Member, Observation, Observations},
-    plan::{Anew, Naming, PeerNames, Plan, Planner, Settings},
+    plan::{Anew, Naming, Plan, Settings},
+    planner::{Planned, Planner, Steps},
 };
 
 /// All meshes are planned anew at least once in this time, so that a mistake in following would not last.
 const MAX_FOLLOWING: Duration = Duration::from_secs(60);
 
-/// The steps of each member.
-pub(super) type Steps = BTreeMap<ClusterIdentity, Vec<Step>>;
-
 /// The state of the planner between passes.
 #[derive(Default)]
 pub(super) struct Planning {
     planner: Planner,
-    /// The steps of the last plan.
-    steps: Steps,
     planned_anew: Option<Instant>,
 }
 
@@ -42,39 +38,23 @@ impl Planning {
         if self.planned_anew.is_none_or(|at| at.elapsed() > MAX_FOLLOWING) {
             self.planner.forget();
         }
-        let planned = self.planner.plan(meshes, seen, settings, naming);
-        let plan = planned.plan;
-        match &planned.changed {
-            Ok(changed) => self.update_steps(&plan, seen, changed),
-            Err(_) => {
-                self.steps = compute_steps(&plan, seen, diff);
-                self.planned_anew = Some(Instant::now());
-            }
+        let Planned { plan, steps, anew } = self.planner.plan(meshes, seen, settings, naming);
+        if anew.is_some() {
+            self.planned_anew = Some(Instant::now());
         }
-        (plan, self.steps.clone(), planned.changed.err())
-    }
-
-    fn update_steps(&mut self, plan: &Plan, seen: &Observations, changed: &PeerNames) {
-        for (identity, names) in changed {
-            let member = seen.members.get(identity).and_then(Observation::last);
-            let (Some(member), Some(steps)) = (member, self.steps.get_mut(identity)) else {
-                // Another identity of the same cluster has the steps.
-                self.steps = compute_steps(plan, seen, diff);
-                return;
-            };
-            update_peer_steps(steps, plan, identity, member, names);
-            omit_deletes(steps, plan, seen, identity);
-        }
-        debug_assert_eq!(self.steps, compute_steps(plan, seen, diff));
+        let steps = select_steps(&plan, seen, |identity, _| {
+            steps.get(identity).cloned().unwrap_or_default()
+        });
+        (plan, steps, anew)
     }
 }
 
-/// Computes the steps for each member. Omits two kinds of delete steps: those in a member whose observation is not
+/// Selects the steps for each member. Omits two kinds of delete steps: those in a member whose observation is not
 /// fresh, and those for a mesh that may reference the same cluster by another Secret.
-pub(super) fn compute_steps(
+pub(super) fn select_steps(
     plan: &Plan,
     seen: &Observations,
-    diff: fn(&Plan, &ClusterIdentity, &Member) -> Vec<Step>,
+    diff: impl Fn(&ClusterIdentity, &Member) -> Vec<Step>,
 ) -> Steps {
     let mut all = Steps::new();
     // Identities that differ only in the key of the Secret are one cluster, so only one of them gets steps. Identities whose
@@ -86,21 +66,15 @@ pub(super) fn compute_steps(
             continue;
         }
         let Some(member) = observation.last() else { continue };
-        let mut steps = diff(plan, identity, member);
-        omit_deletes(&mut steps, plan, seen, identity);
+        let is_fresh = observation.fresh().is_some();
+        let mut steps = diff(identity, member);
+        steps.retain(|step| {
+            step.action != Action::Delete
+                || (is_fresh && !may_have_other_secret(plan, seen, &step.mesh, identity, member.uid.as_deref()))
+        });
         all.insert(identity.clone(), steps);
     }
     all
-}
-
-/// Omits the deletes that [`compute_steps`] omits.
-fn omit_deletes(steps: &mut Vec<Step>, plan: &Plan, seen: &Observations, identity: &ClusterIdentity) {
-    let member = seen.members.get(identity).and_then(Observation::fresh);
-    let is_allowed = |step: &Step| {
-        let uid = member.map(|member| member.uid.as_deref());
-        uid.is_some_and(|uid| !may_have_other_secret(plan, seen, &step.mesh, identity, uid))
-    };
-    steps.retain(|step| step.action != Action::Delete || is_allowed(step));
 }
 
 /// Counts the objects of each source that differ from the plan. Each step counts as one object. For a paused mesh, the counted steps
@@ -112,7 +86,7 @@ pub(super) fn count_outstanding(
 ) -> BTreeMap<ClusterIdentity, BTreeMap<Source, usize>> {
     let is_paused = |step: &&Step| plan.meshes.get(&step.mesh).is_some_and(|mesh| mesh.paused);
     let resumed = if plan.meshes.values().any(|mesh| mesh.paused) {
-        compute_steps(plan, seen, diff_if_resumed)
+        select_steps(plan, seen, |identity, member| diff_if_resumed(plan, identity, member))
     } else {
         Steps::new()
     };

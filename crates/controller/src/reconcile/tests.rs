@@ -5,7 +5,7 @@ use clustermesh_core::{
     plan::{MeshPlan, TargetPlan},
 };
 
-use super::{planning::compute_steps, *};
+use super::{planning::select_steps, *};
 use crate::election::Election;
 
 fn secret(name: &str) -> ClusterIdentity {
@@ -71,7 +71,7 @@ fn deleted(plan: &Plan, members: &[(ClusterIdentity, Observation<Member>)]) -> V
         hub: "hub".into(),
         ..Observations::default()
     };
-    let steps = compute_steps(plan, &seen, diff);
+    let steps = select_steps(plan, &seen, |identity, member| diff(plan, identity, member));
     let with_deletes = steps.into_iter().filter(|(_, steps)| !steps.is_empty());
     with_deletes.map(|(identity, _)| identity).collect()
 }

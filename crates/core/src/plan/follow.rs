@@ -1,6 +1,6 @@
 //! Applies changed Nodes and Peers to the last plan, instead of planning all meshes anew.
 //!
-//! [`super::plan`] is the reference: [`Planner::plan`] returns an equal plan. It follows a change only if it can show that the change
+//! [`super::plan`] is the reference: [`Follower::plan`] returns an equal plan. It follows a change only if it can show that the change
 //! touches nothing but the Peers of the changed Nodes, and the reports about these Nodes. After any other change it plans anew.
 //! [`nodes`] has the conditions for Nodes, [`peers`] those for existing Peers.
 
@@ -14,15 +14,17 @@ use super::{
     link::uses_gateways,
     mesh::{MeshPlanner, PreparedMesh},
     plan_and_keep,
-    target::MemberTraits,
+    target::{KeptTarget, MemberTraits},
 };
 use crate::{
     mesh::{Addressing, ClusterIdentity, Locations, Mesh, MeshId},
     observe::Observations,
+    planner::Steps,
 };
 
 mod changes;
 mod nodes;
+mod pair;
 mod peers;
 
 use changes::MemberChanges;
@@ -31,21 +33,11 @@ use changes::MemberChanges;
 pub type Anew = &'static str;
 
 /// Peers by member and name.
-pub type PeerNames = BTreeMap<ClusterIdentity, BTreeSet<String>>;
-
-/// The result of [`Planner::plan`].
-#[derive(Debug, Clone)]
-pub struct Planned {
-    /// The plan of all meshes.
-    pub plan: Arc<Plan>,
-    /// All Peers that are planned or observed otherwise than last time. Nothing else that [`crate::diff`] compares has changed.
-    /// `Err` = all meshes were planned anew.
-    pub changed: Result<PeerNames, Anew>,
-}
+pub(crate) type PeerNames = BTreeMap<ClusterIdentity, BTreeSet<String>>;
 
 /// Plans all meshes again and again, and follows changes.
 #[derive(Debug, Default)]
-pub struct Planner {
+pub(crate) struct Follower {
     last: Option<Last>,
 }
 
@@ -69,8 +61,7 @@ pub(super) struct Kept {
     anchored: BTreeMap<String, Vec<ipnet::IpNet>>,
     /// As in [`PreparedMesh`].
     not_enforcing: BTreeSet<String>,
-    /// [`super::target::TargetOutcome::unsettled`] of each target.
-    unsettled: BTreeMap<String, BTreeSet<String>>,
+    targets: BTreeMap<String, KeptTarget>,
     has_masqueraded: bool,
 }
 
@@ -91,51 +82,43 @@ struct ReportPatch {
     behind_nat: Option<String>,
 }
 
-impl Planner {
-    /// Plans all meshes, as [`super::plan`] does, or follows the changes since the last call.
-    pub fn plan(
+impl Follower {
+    /// Plans all meshes, as [`super::plan`] does, or follows the changes since the last call. `steps` = the diff of the last plan.
+    ///
+    /// Returns the plan and all Peers that are planned or observed otherwise than last time; nothing else that [`crate::diff`] compares
+    /// has changed. Instead of the Peers, why all meshes were planned anew.
+    pub(crate) fn plan(
         &mut self,
         meshes: &[Mesh],
         seen: &Arc<Observations>,
         settings: &Settings,
         naming: &dyn Naming,
-    ) -> Planned {
-        let followed = match &mut self.last {
-            None => Err("there is no earlier plan"),
-            Some(last) => last.follow(meshes, seen, settings, naming),
+        steps: &Steps,
+    ) -> (Arc<Plan>, Result<PeerNames, Anew>) {
+        let why = match &mut self.last {
+            None => "there is no earlier plan",
+            Some(last) => match last.follow(meshes, seen, settings, naming, steps) {
+                Ok(changed) => {
+                    debug_assert!(
+                        *last.plan == super::plan(meshes, seen, settings, naming),
+                        "the plan that followed {changed:?} differs from one that is made anew"
+                    );
+                    return (Arc::clone(&last.plan), Ok(changed));
+                }
+                Err(why) => why,
+            },
         };
-        if followed.is_err() {
-            let (plan, (accepted, kept)) = plan_and_keep(meshes, seen, settings, naming);
-            self.last = Some(Last {
-                meshes: meshes.to_vec(),
-                settings: settings.clone(),
-                seen: Arc::clone(seen),
-                accepted,
-                plan: Arc::new(plan),
-                kept,
-            });
-        }
-        let plan = self
-            .last
-            .as_ref()
-            .map(|last| Arc::clone(&last.plan))
-            .unwrap_or_default();
-        if cfg!(debug_assertions) && followed.is_ok() {
-            let anew = super::plan(meshes, seen, settings, naming);
-            assert!(
-                *plan == anew,
-                "the plan that followed {followed:?} differs from one that is made anew"
-            );
-        }
-        Planned {
-            plan,
-            changed: followed,
-        }
-    }
-
-    /// Plans anew the next time.
-    pub fn forget(&mut self) {
-        self.last = None;
+        let (plan, (accepted, kept)) = plan_and_keep(meshes, seen, settings, naming);
+        let plan = Arc::new(plan);
+        self.last = Some(Last {
+            meshes: meshes.to_vec(),
+            settings: settings.clone(),
+            seen: Arc::clone(seen),
+            accepted,
+            plan: Arc::clone(&plan),
+            kept,
+        });
+        (plan, Err(why))
     }
 }
 
@@ -146,6 +129,7 @@ impl Last {
         seen: &Arc<Observations>,
         settings: &Settings,
         naming: &dyn Naming,
+        steps: &Steps,
     ) -> Result<PeerNames, Anew> {
         if self.meshes != meshes || self.settings != *settings {
             return Err("the ClusterMeshes or the settings changed");
@@ -191,6 +175,7 @@ impl Last {
                 planned,
                 before: planner(&before),
                 after: planner(seen),
+                steps,
             };
             let mut patch = Patch::default();
             follower.follow_nodes(changes, &mut patch)?;
@@ -239,15 +224,17 @@ struct MeshFollower<'a> {
     before: MeshPlanner<'a, 'a>,
     /// The planner with the present observations.
     after: MeshPlanner<'a, 'a>,
+    /// The diff of the last plan.
+    steps: &'a Steps,
 }
 
 impl Kept {
-    /// `outcomes` = those of all targets, by name.
+    /// `targets` = by entry name.
     pub(super) fn of(
         planner: &MeshPlanner<'_, '_>,
         prepared: &PreparedMesh<'_>,
         planned: &MeshPlan,
-        unsettled: BTreeMap<String, BTreeSet<String>>,
+        targets: BTreeMap<String, KeptTarget>,
         has_shared_claims: bool,
     ) -> Result<Self, Anew> {
         let PreparedMesh {
@@ -316,7 +303,7 @@ impl Kept {
                 .collect(),
             anchored: anchored.collect(),
             not_enforcing: not_enforcing.clone(),
-            unsettled,
+            targets,
             has_masqueraded: members().any(|member| member.cluster.effective_addressing() == Addressing::Masqueraded),
         })
     }

@@ -127,11 +127,11 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
             claimants: self.claimants,
             used: self.used,
         };
-        let mut unsettled = BTreeMap::new();
+        let mut kept_targets = BTreeMap::new();
         let mut has_shared_claims = false;
         for cluster in &mesh.clusters {
             let outcome = inputs.plan_target(&cluster.name);
-            unsettled.insert(cluster.name.clone(), outcome.unsettled);
+            kept_targets.insert(cluster.name.clone(), outcome.kept);
             has_shared_claims |= outcome.has_shared_claims;
             planned.targets.insert(cluster.name.clone(), outcome.plan);
             planned.facts.extend(outcome.facts);
@@ -142,7 +142,7 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
                 report.skipped.sort();
             }
         }
-        let kept = Kept::of(self, &prepared, &planned, unsettled, has_shared_claims);
+        let kept = Kept::of(self, &prepared, &planned, kept_targets, has_shared_claims);
         (planned, kept)
     }
 

@@ -15,7 +15,7 @@ use super::{
     discovered::{self, Discovered},
     endpoint,
     nodes::{NodeRegistry, RegisteredNode},
-    target::{MeshInputs, MeshMember, TargetOutcome},
+    target::{KeptTarget, MeshInputs, MeshMember, TargetOutcome},
 };
 use crate::{
     key::PublicKey,
@@ -66,7 +66,7 @@ pub(super) struct PeerPlanner<'a, 'p> {
     nodes_without_internal_ip: BTreeMap<String, BTreeSet<String>>,
     /// The result of [`runs_kg`] for the target.
     runs_kg: bool,
-    /// [`TargetOutcome::unsettled`].
+    /// [`super::target::KeptTarget::unsettled`].
     unsettled: BTreeSet<String>,
     /// The endpoints at which members other than the target see nodes.
     discovered_by_others: Discovered,
@@ -465,7 +465,10 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             return false;
         }
         outcome.skipped = self.skipped;
-        outcome.unsettled = self.unsettled;
+        outcome.kept = KeptTarget {
+            unsettled: self.unsettled,
+            foreign: self.existing.foreign,
+        };
         outcome.facts.extend(self.facts);
         let nodes_without_internal_ip = self.nodes_without_internal_ip.into_iter();
         outcome.facts.extend(

@@ -189,10 +189,18 @@ pub(super) struct TargetOutcome {
     pub(super) skipped: BTreeMap<String, Vec<Skipped>>,
     pub(super) facts: BTreeSet<Fact>,
     pub(super) egress: Vec<EgressReport>,
-    /// Sources of which an anchored network is not yet in an existing Peer of a node that can stay its anchor.
-    pub(super) unsettled: BTreeSet<String>,
+    pub(super) kept: KeptTarget,
     /// Planned Peers were compared with one another ([`peers::PeerPlanner`]).
     pub(super) has_shared_claims: bool,
+}
+
+/// What following a change needs of a target, in addition to its plan.
+#[derive(Debug, Default)]
+pub(super) struct KeptTarget {
+    /// Sources of which an anchored network is not yet in an existing Peer of a node that can stay its anchor.
+    pub(super) unsettled: BTreeSet<String>,
+    /// Names of existing Peers that do not belong to the mesh, or have no valid spec.
+    pub(super) foreign: BTreeSet<String>,
 }
 
 /// Adds the networks of a closed source's Peers to its closed PeerPolicy. The policy lacks a network that overlaps pods of the target

@@ -218,8 +218,7 @@ proptest! {
         // A Node's IP families, and whether it is behind a NAT, affect the Peers of other nodes. So the bad Node gets the addresses of
         // another Node, if one exists without an explicit endpoint: the family of an explicit endpoint would count too.
         let has_explicit = |node: &Node| node.clustermesh_endpoint != Claim::Absent || node.force_endpoint != Claim::Absent;
-        let mut without_explicit = member.nodes.values().filter(|node| !has_explicit(node));
-        let model = without_explicit.next().cloned().unwrap_or_default();
+        let model = member.nodes.values().find(|node| !has_explicit(node)).cloned().unwrap_or_default();
         (bad.internal_ips, bad.external_ips, bad.kilo_endpoint) = (model.internal_ips, model.external_ips, model.kilo_endpoint);
         // This annotation has priority: with it, the invalid `force_endpoint` of case 2 would be ignored.
         bad.clustermesh_endpoint = Claim::Absent;

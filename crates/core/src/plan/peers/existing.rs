@@ -58,6 +58,8 @@ pub(super) struct ExistingPeers<'a> {
     more_by_key: BTreeMap<PublicKey, Vec<Existing<'a>>>,
     /// Keys of existing Peers that other meshes keep, with the source cluster of each.
     kept_by_other_meshes: BTreeMap<PublicKey, &'a ClusterIdentity>,
+    /// [`crate::plan::target::KeptTarget::foreign`].
+    pub(super) foreign: BTreeSet<String>,
     /// Some Peer of this hub has no mesh label.
     pub(super) has_unlabelled: bool,
     /// The sources of which this mesh has a Peer with an endpoint and the keepalive for NATs.
@@ -82,6 +84,7 @@ impl<'a> ExistingPeers<'a> {
             by_key: HashMap::with_capacity(only.map_or_else(|| by_name.map_or(0, Rows::len), BTreeSet::len)),
             more_by_key: BTreeMap::new(),
             kept_by_other_meshes: BTreeMap::new(),
+            foreign: BTreeSet::new(),
             has_unlabelled: false,
             with_nat_keepalive: BTreeSet::new(),
         };
@@ -96,8 +99,11 @@ impl<'a> ExistingPeers<'a> {
         for (peer_name, peer) in all.chain(chosen) {
             let ownership = ownership::of(&peer.owner, &inputs.seen.hub, inputs.claimants);
             index.has_unlabelled |= ownership == Ownership::Unlabelled;
-            let Ok(spec) = &peer.spec else { continue };
             let is_ours = ownership == Ownership::Mesh(inputs.mesh);
+            if !is_ours || peer.spec.is_err() {
+                index.foreign.insert(peer_name.to_owned());
+            }
+            let Ok(spec) = &peer.spec else { continue };
             let source = peer.owner.source_cluster.as_deref();
             let is_kept = match ownership {
                 Ownership::Foreign | Ownership::Unlabelled => true,

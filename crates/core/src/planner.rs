@@ -1,0 +1,74 @@
+//! Plans all meshes and computes the writes, pass after pass.
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use crate::{
+    diff::{Step, diff, update_peer_steps},
+    mesh::{ClusterIdentity, Mesh},
+    observe::{Observation, Observations},
+    plan::{Anew, Follower, Naming, Plan, Settings},
+};
+
+/// The steps of each observed member.
+pub type Steps = BTreeMap<ClusterIdentity, Vec<Step>>;
+
+/// Plans all meshes as [`crate::plan::plan`] does, and computes the steps of all members as [`diff`] does, but follows changes of Nodes
+/// and Peers: a changed Node costs little in a large mesh.
+#[derive(Debug, Default)]
+pub struct Planner {
+    follower: Follower,
+    steps: Steps,
+}
+
+/// The result of [`Planner::plan`].
+#[derive(Debug)]
+pub struct Planned<'p> {
+    /// The plan of all meshes. Keep it no longer than to the next call: otherwise that call copies the plan.
+    pub plan: Arc<Plan>,
+    /// The steps of all observed members.
+    pub steps: &'p Steps,
+    /// Why all meshes were planned anew; `None` = changes were followed.
+    pub anew: Option<Anew>,
+}
+
+impl Planner {
+    /// Plans all meshes, or follows the changes since the last call.
+    pub fn plan(
+        &mut self,
+        meshes: &[Mesh],
+        seen: &Arc<Observations>,
+        settings: &Settings,
+        naming: &dyn Naming,
+    ) -> Planned<'_> {
+        let (plan, changed) = self.follower.plan(meshes, seen, settings, naming, &self.steps);
+        let members = seen.members.iter();
+        let observed = members.filter_map(|(identity, observation)| Some((identity, observation.last()?)));
+        let anew = || {
+            observed
+                .clone()
+                .map(|(identity, member)| (identity.clone(), diff(&plan, identity, member)))
+        };
+        match &changed {
+            Ok(changed) => {
+                for (identity, names) in changed {
+                    let member = seen.members.get(identity).and_then(Observation::last);
+                    if let Some((steps, member)) = self.steps.get_mut(identity).zip(member) {
+                        update_peer_steps(steps, &plan, identity, member, names);
+                    }
+                }
+                debug_assert_eq!(self.steps, anew().collect());
+            }
+            Err(_) => self.steps = anew().collect(),
+        }
+        Planned {
+            plan,
+            steps: &self.steps,
+            anew: changed.err(),
+        }
+    }
+
+    /// Plans all meshes anew the next time.
+    pub fn forget(&mut self) {
+        *self = Self::default();
+    }
+}
