@@ -11,7 +11,7 @@ use std::{
 use ipnet::IpNet;
 
 use super::{
-    Fact, PlannedPeer, Reason, Skipped, anchor,
+    Fact, PlannedPeer, Reason, Skipped,
     discovered::{self, Discovered},
     endpoint,
     nodes::{NodeRegistry, RegisteredNode},
@@ -19,7 +19,6 @@ use super::{
 };
 use crate::{
     key::PublicKey,
-    mesh::Addressing,
     observe::{Claim, Endpoint, Gateway, Member, Node, PeerRole, PeerSpec, Server},
 };
 
@@ -30,10 +29,12 @@ pub(super) mod keepalive;
 mod names;
 mod own_nodes;
 pub(super) mod own_pods;
+mod source;
 
 use existing::{ExistingPeers, Holder};
 use keepalive::{NAT_KEEPALIVE, nat_keepalive};
 use own_pods::OwnPods;
+pub(super) use source::RegisteredPeers;
 
 /// Collects the Peers of one target, and tracks which keys and prefixes are taken.
 pub(super) struct PeerPlanner<'a, 'p> {
@@ -151,90 +152,6 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         } else {
             &self.target.accepted
         }
-    }
-
-    pub(super) fn add_source(&mut self, source: &str, mesh_member: &MeshMember<'a>) {
-        let Some(registry) = self.inputs.registries.get(source) else {
-            return;
-        };
-        let first = self.peers.len();
-        let added = self.add_registered(source, mesh_member, registry, self.keepalive(mesh_member));
-        let mut parts = anchored_parts(mesh_member, registry);
-        parts.retain(|part| !self.own_pods.overlaps(*part));
-        for node in registry.held.keys() {
-            let Some(peer) = self.hold_node(source, mesh_member, node) else {
-                continue;
-            };
-            let observed = mesh_member.last_observed().and_then(|member| member.nodes.get(*node));
-            if observed.is_some_and(|observed| observed.ready && !observed.deleting) {
-                // The node is Ready and will probably publish again soon: it keeps its anchored networks.
-                parts.retain(|part| !peer.spec.allowed_ips.contains(part));
-            } else {
-                let lost: Vec<IpNet> = parts
-                    .iter()
-                    .copied()
-                    .filter(|part| peer.spec.allowed_ips.remove(part))
-                    .collect();
-                lost.iter().for_each(|part| drop(self.taken_prefixes.remove(part)));
-            }
-        }
-        self.add_anchors(source, mesh_member, registry, &parts, &added);
-        // Nearly sorted, so that `finish` has little to sort.
-        let mut unsorted: Vec<_> = self.peers.drain(first..).map(Some).collect();
-        let positions = registry.sorted_by_name().iter().filter_map(|index| added[*index]);
-        self.peers
-            .extend(positions.filter_map(|position| unsorted[position - first].take()));
-        self.peers.extend(unsorted.into_iter().flatten());
-    }
-
-    /// Plans only the Peers of the registered nodes of a source, as [`Self::add_source`] does.
-    pub(super) fn plan_registered(mut self, source: &str, keepalive: u16) -> RegisteredPeers<'a, 'p> {
-        let (registry, mesh_member) = (&self.inputs.registries[source], &self.inputs.mesh_members[source]);
-        let added = self.add_registered(source, mesh_member, registry, keepalive);
-        let nodes = registry.registered.iter().zip(added);
-        let peers = nodes.filter_map(|(node, position)| Some((node.node, self.peers[position?].clone())));
-        RegisteredPeers {
-            peers: peers.collect(),
-            reports: (self.skipped, self.facts, self.nodes_without_internal_ip),
-            runs_kg: self.runs_kg,
-            discovered: (&self.target.discovered, self.discovered_by_others),
-        }
-    }
-
-    /// Adds the Peers of the registered nodes of a source. `keepalive` = that of its Peers with an endpoint. Returns, for each registered
-    /// node, the position of its Peer in `peers`.
-    fn add_registered(
-        &mut self,
-        source: &str,
-        mesh_member: &MeshMember<'a>,
-        registry: &NodeRegistry<'a>,
-        keepalive: u16,
-    ) -> Vec<Option<usize>> {
-        let added_source = AddedSource {
-            name: source,
-            keepalive,
-            own_names: OwnNames::Nodes(registry),
-        };
-        let is_missing_exports = mesh_member
-            .last_observed()
-            .is_some_and(|member| has_unlisted_exports(mesh_member, member));
-        let mut added: Vec<Option<usize>> = Vec::with_capacity(registry.registered.len());
-        self.peers.reserve(registry.registered.len());
-        self.endpoints.clear();
-        for node in &registry.registered {
-            let mut prefixes = Cow::Borrowed(&node.prefixes);
-            if is_missing_exports {
-                let existing = self.existing_host_routes(source, mesh_member, registry, node);
-                prefixes.to_mut().extend(existing);
-            }
-            let is_kept = |prefix: &IpNet| *prefix == node.wireguard || !self.own_pods.overlaps(*prefix);
-            if !self.own_pods.is_empty() && !prefixes.iter().all(is_kept) {
-                prefixes.to_mut().retain(is_kept);
-            }
-            let candidates = self.candidates(source, mesh_member, node);
-            added.push(self.add_node(&added_source, node, prefixes, candidates, PeerRole::Node));
-        }
-        added
     }
 
     /// The endpoint candidates of a node for this target, best first.
@@ -428,23 +345,6 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         self.add_named_peer(Cow::Owned(readable), Arc::new(peer), own_names);
     }
 
-    /// Host routes that the node's existing Peer contains and no registered node has. They are kept while namespaces with exported
-    /// pods are not listed, because they may belong to such pods.
-    fn existing_host_routes(
-        &self,
-        source: &str,
-        mesh_member: &MeshMember<'a>,
-        registry: &NodeRegistry<'a>,
-        node: &RegisteredNode<'a>,
-    ) -> BTreeSet<IpNet> {
-        let existing = self.existing_spec(source, &node.key).map(|spec| &spec.allowed_ips);
-        let hosts = existing.into_iter().flatten().copied();
-        hosts
-            .filter(|net| net.prefix_len() == net.max_prefix_len() && mesh_member.cluster.allows(*net))
-            .filter(|net| !registry.registered.iter().any(|other| other.prefixes.contains(net)))
-            .collect()
-    }
-
     /// The spec of this source's existing Peer with this key.
     fn existing_spec(&self, source: &str, key: &PublicKey) -> Option<&'p PeerSpec> {
         let ours = self.existing.with_key(key).find(|peer| peer.is_ours_of(source))?;
@@ -506,42 +406,6 @@ impl OwnNames<'_> {
             Self::Gateways(names) => names.contains(name),
         }
     }
-}
-
-/// The Peers of some registered nodes of one source, without anchored networks.
-pub(super) struct RegisteredPeers<'a, 'p> {
-    /// By node, with the name.
-    pub(super) peers: BTreeMap<&'a str, (String, Arc<PlannedPeer>)>,
-    /// What is reported about them.
-    pub(super) reports: (
-        BTreeMap<String, Vec<Skipped>>,
-        BTreeSet<Fact>,
-        BTreeMap<String, BTreeSet<String>>,
-    ),
-    /// The result of [`runs_kg`] for the target.
-    pub(super) runs_kg: bool,
-    discovered: (&'p Discovered, Discovered),
-}
-
-impl RegisteredPeers<'_, '_> {
-    /// The endpoints that nodes of the target, or of other members, report, by the key of the node that has them.
-    pub(super) fn discovered(&self) -> impl Iterator<Item = (&PublicKey, &Vec<SocketAddr>)> {
-        self.discovered.0.iter().chain(&self.discovered.1)
-    }
-}
-
-/// The parts into which the anchored networks of a source are split; none if it is masqueraded.
-fn anchored_parts(mesh_member: &MeshMember<'_>, registry: &NodeRegistry<'_>) -> Vec<IpNet> {
-    if mesh_member.cluster.effective_addressing() == Addressing::Masqueraded {
-        return Vec::new();
-    }
-    anchor::split_anchored_networks(&mesh_member.cluster, registry)
-}
-
-/// Whether an export of a member names a namespace of which the pods are not known.
-fn has_unlisted_exports(mesh_member: &MeshMember<'_>, member: &Member) -> bool {
-    let mut exports = mesh_member.cluster.exports.iter();
-    exports.any(|export| member.unlisted.pods.contains_key(&export.namespace))
 }
 
 /// Whether kg configures routes from this member's Peers on some node. A Node without a key that is neither held nor served

@@ -73,7 +73,10 @@ const ALLOWED: &[(&str, &[&str])] = &[
 
 /// Each crate without I/O, and the third-party crates that it may import: no async runtime, API client, clock or log.
 const PURE: &[(&str, &[&str])] = &[
-    ("clustermesh-core", &["base64", "ipnet", "serde", "thiserror"]),
+    (
+        "clustermesh-core",
+        &["base64", "immutable-chunkmap", "ipnet", "serde", "thiserror"],
+    ),
     ("clustermesh-agent-core", &["ipnet", "thiserror"]),
 ];
 

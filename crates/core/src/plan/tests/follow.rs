@@ -1,0 +1,173 @@
+//! Tests which changes are followed, and which plan all meshes anew. That a followed plan is right is tested with generated input
+//! (`crates/core/tests/properties/follow.rs`).
+
+use std::sync::Arc;
+
+use super::*;
+use crate::planner::Planner;
+
+/// A mesh of two clusters to which all objects were written.
+struct Followed {
+    mesh: Mesh,
+    seen: Observations,
+    planner: Planner,
+}
+
+impl Followed {
+    fn new() -> Self {
+        let (mut mesh, mut seen) = (two_clusters(), seen());
+        write_plan(&mesh, &mut seen);
+        store_anchors(&mut mesh, &seen);
+        let mut followed = Self {
+            mesh,
+            seen,
+            planner: Planner::default(),
+        };
+        assert_eq!(followed.plan().0, Some("there is no earlier plan"));
+        assert_eq!(followed.plan(), (None, vec![]));
+        followed
+    }
+
+    /// Plans. Returns why all meshes were planned anew, and the steps.
+    fn plan(&mut self) -> (Option<Anew>, Vec<(Action, String)>) {
+        let seen = Arc::new(self.seen.clone());
+        let meshes = std::slice::from_ref(&self.mesh);
+        let planned = self.planner.plan(meshes, &seen, &Settings::default(), &TestNaming);
+        let steps = planned.steps.values().flat_map(|steps| summaries(steps));
+        (planned.anew, steps.collect())
+    }
+
+    fn edit(&mut self, change: impl FnOnce(&mut Member)) -> (Option<Anew>, Vec<(Action, String)>) {
+        edit(&mut self.seen, &secret("tenant"), change);
+        self.plan()
+    }
+
+    /// Changes the Node `x` of the tenant, of which the hub has a Peer.
+    fn edit_node(&mut self, change: impl FnOnce(&mut Node)) -> (Option<Anew>, Vec<(Action, String)>) {
+        self.edit(|m| change(m.nodes.get_mut("x").unwrap()))
+    }
+
+    fn write(&mut self) -> (Option<Anew>, Vec<(Action, String)>) {
+        write_plan(&self.mesh, &mut self.seen);
+        self.plan()
+    }
+}
+
+fn step(action: Action, peer: &str) -> Vec<(Action, String)> {
+    vec![(action, peer.to_owned())]
+}
+
+#[test]
+fn changed_node_and_its_written_peer_are_followed() {
+    let mut mesh = Followed::new();
+    let updated = (None, step(Action::Update, "m--tenant--x"));
+    let endpoint = |node: &mut Node| node.kilo_endpoint = Claim::Valid(Endpoint::Ip("192.0.2.9:7".parse().unwrap()));
+    assert_eq!(mesh.edit_node(endpoint), updated);
+    assert_eq!(mesh.write(), (None, vec![]));
+    assert_eq!(mesh.edit_node(|node| node.public_key = Claim::Valid(key(77))), updated);
+    assert_eq!(mesh.write(), (None, vec![]));
+    assert_eq!(mesh.edit_node(|node| node.ready = false), (None, vec![]));
+    assert_eq!(
+        mesh.edit_node(|node| node.force_endpoint = Claim::Invalid("no port".into()))
+            .0,
+        None
+    );
+    assert_eq!(mesh.plan().1, step(Action::Delete, "m--tenant--x"));
+}
+
+#[test]
+fn added_and_deleted_nodes_are_followed() {
+    let mut mesh = Followed::new();
+    let added = mesh.edit(|m| m.nodes.insert("y".into(), node(2, 2)));
+    assert_eq!(added, (None, step(Action::Create, "m--tenant--y")));
+    assert_eq!(mesh.write(), (None, vec![]));
+    let gone = mesh.edit(|m| assert!(m.nodes.remove("y")));
+    assert_eq!(gone, (None, step(Action::Delete, "m--tenant--y")));
+    assert_eq!(mesh.write(), (None, vec![]));
+    // Many Nodes at once.
+    let many = mesh.edit(|m| m.nodes.extend((10..90).map(|n| (format!("n{n}"), node(2, n)))));
+    assert_eq!((many.0, many.1.len()), (Some("many Nodes changed"), 80));
+}
+
+#[test]
+fn change_that_may_concern_other_nodes_is_not_followed() {
+    let anew =
+        |change: fn(&mut Followed) -> (Option<Anew>, Vec<(Action, String)>)| change(&mut Followed::new()).0.unwrap();
+    let copied_key = |mesh: &mut Followed| mesh.edit_node(|node| node.public_key = Claim::Valid(key(17)));
+    assert_eq!(anew(copied_key), "two Nodes have, or had, the same key");
+    let held = |mesh: &mut Followed| {
+        edit(&mut mesh.seen, &ClusterIdentity::Local, |m| {
+            m.nodes.get_mut("a").unwrap().public_key = Claim::Absent;
+        });
+        mesh.plan()
+    };
+    assert_eq!(
+        anew(held),
+        "a changed node is held, or is led by another node of its Kilo location"
+    );
+    let family = |mesh: &mut Followed| mesh.edit_node(|node| node.internal_ips = ips(&["fd00::1"]));
+    assert_eq!(
+        anew(family),
+        "the IP families, the discovered endpoints or the networks of a member changed"
+    );
+    let stale = |mesh: &mut Followed| {
+        let member = mesh.seen.members[&secret("tenant")].last().cloned().unwrap();
+        let stale = Observation::Stale(member, "watch broken".into());
+        mesh.seen.members.insert(secret("tenant"), stale);
+        mesh.plan()
+    };
+    assert_eq!(anew(stale), "a member became fresh or stale");
+    let edited = |mesh: &mut Followed| {
+        mesh.mesh.clusters[0].persistent_keepalive = 15;
+        mesh.plan()
+    };
+    assert_eq!(anew(edited), "the ClusterMeshes or the settings changed");
+    // The Service network of the hub is in the Peer of `a` or `b` in the tenant.
+    let anchor = |mesh: &mut Followed| {
+        edit(&mut mesh.seen, &ClusterIdentity::Local, |m| {
+            m.nodes.values_mut().for_each(|node| node.ready = false);
+        });
+        mesh.plan()
+    };
+    assert_eq!(anew(anchor), "an anchor changed");
+    let foreign = |mesh: &mut Followed| {
+        mesh.edit(|m| {
+            let spec = Err("does not parse".to_owned());
+            let owner = Owner::default();
+            m.peers
+                .as_mut()
+                .unwrap()
+                .insert("laptop".into(), ObservedPeer { owner, spec });
+        })
+    };
+    assert_eq!(anew(foreign), "a Peer of another owner changed");
+    let policy = |mesh: &mut Followed| mesh.edit(|m| m.policies.as_mut().unwrap().clear());
+    assert_eq!(anew(policy), "an object other than a Node or Peer changed");
+}
+
+#[test]
+fn mesh_that_shares_a_cluster_is_not_followed() {
+    let mut mesh = Followed::new();
+    let other = Mesh {
+        id: MeshId {
+            name: "n".into(),
+            ..id()
+        },
+        ..two_clusters()
+    };
+    let meshes = [mesh.mesh.clone(), other];
+    let mut plan = |seen: &Observations| {
+        let seen = Arc::new(seen.clone());
+        mesh.planner
+            .plan(&meshes, &seen, &Settings::default(), &TestNaming)
+            .anew
+    };
+    assert_eq!(plan(&mesh.seen), Some("the ClusterMeshes or the settings changed"));
+    edit(&mut mesh.seen, &secret("tenant"), |m| {
+        m.nodes.get_mut("x").unwrap().ready = false
+    });
+    assert_eq!(
+        plan(&mesh.seen),
+        Some("a cluster is an entry of several meshes, or of one mesh twice")
+    );
+}
