@@ -10,6 +10,34 @@ use kube::{
 };
 use serde_json::json;
 
+/// A changed endpoint does not make the controller plan all meshes anew. One of the changes may coincide with the plan that is made anew
+/// once a minute.
+async fn changed_endpoint_is_followed(env: &TestEnv) {
+    let metric = "clustermesh_controller_full_plans_total";
+    for port in 4501..4504 {
+        let before = env.metric(metric).await;
+        let endpoint = format!("203.0.113.9:{port}");
+        env.annotate(
+            "tenant-a",
+            "tenant-a-2",
+            names::KILO_CLUSTERMESH_ENDPOINT,
+            Some(&endpoint),
+        )
+        .await;
+        wait_until("the new endpoint in the Peer", SOON, async || {
+            let peers = env.peers("mgmt").await;
+            let endpoint = peers["prod--tenant-a--tenant-a-2"].spec.endpoint.clone().unwrap();
+            (endpoint.port == port).then_some(()).ok_or(format!("{endpoint:?}"))
+        })
+        .await
+        .unwrap();
+        if env.metric(metric).await == before {
+            return;
+        }
+    }
+    panic!("each change of an endpoint planned all meshes anew");
+}
+
 // threat: malformed-node
 #[tokio::test]
 async fn peers_follow_nodes_and_only_invalid_node_is_skipped() {
@@ -70,6 +98,7 @@ async fn peers_follow_nodes_and_only_invalid_node_is_skipped() {
     .await
     .unwrap();
     explicit_endpoint_stays_before_discovered_ones(&env).await;
+    changed_endpoint_is_followed(&env).await;
     // The controller resolves host names. This one has only a loopback address.
     env.annotate(
         "tenant-a",
