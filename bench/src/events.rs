@@ -2,7 +2,7 @@
 //! changed Nodes, and whether members that misbehave delay the others. The API servers have the Nodes, as agents would annotate them; no
 //! agents and no kubelets run.
 
-mod convergence;
+pub(crate) mod convergence;
 mod objects;
 
 use std::{
@@ -38,8 +38,10 @@ const FIRST_PORT: u16 = 20_000;
 const ENDPOINT: &str = "kilo.squat.ai/force-endpoint";
 /// The host of the proxies.
 const PROXIES: Ipv4Addr = Ipv4Addr::new(172, 30, 1, 202);
-/// The time from the beginning of the faults to the first counted event.
-const SETTLE: Duration = Duration::from_secs(40);
+/// The time from the beginning or end of the faults to the first counted event.
+const SETTLE: Duration = Duration::from_secs(20);
+/// Ports that events can use.
+const PORTS: u32 = 31_000;
 
 /// Arguments of `cargo xtask bench events`.
 #[derive(Debug, clap::Args)]
@@ -59,10 +61,13 @@ pub(crate) struct Args {
     /// How often the creation of all Peers is compared with a client that creates the same objects alone.
     #[arg(long, default_value_t = 0)]
     creations: u8,
-    /// Measures again while one of the last members misbehaves in each of these ways: slow, throttling, error, truncated, flapping,
+    /// Measures also while one of the last members misbehaves in each of these ways: slow, throttling, error, truncated, flapping,
     /// endless, conflict.
     #[arg(long, value_delimiter = ',')]
     faults: Vec<Fault>,
+    /// How often is measured without the faults and with them, in turn.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
+    rounds: u16,
     #[command(flatten)]
     prereq: prereq::Prereq,
 }
@@ -77,9 +82,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         "--faults: of {} members, at least the hub and another one must work; give more --members",
         args.members
     );
+    let events = u32::from(args.rate) * u32::from(args.seconds);
     anyhow::ensure!(
-        (1..=40_000).contains(&(u32::from(args.rate) * u32::from(args.seconds) * 2)),
-        "--rate times --seconds must be from 1 to 20,000: each event has a port of its own"
+        (1..=PORTS).contains(&events.saturating_mul(u32::from(args.rounds) * 2)),
+        "--rate times --seconds times --rounds must be from 1 to {}: each event has a port of its own",
+        PORTS / 2
     );
     prereq::ensure(&args.prereq)?;
     programs::build_optimised()?;
@@ -171,8 +178,8 @@ impl Bench {
         for (index, client) in self.clients.iter().enumerate().take(self.healthy()) {
             watches.spawn(watch_peers(index, client.clone(), Arc::clone(&seen)));
         }
-        // The first lists of the watches are over.
-        tokio::time::sleep(Duration::from_secs(5)).await;
+        // Then the first lists of the watches are over, too.
+        tokio::time::sleep(SETTLE).await;
         let pid = controller.pid().context("the controller has ended")?.try_into()?;
         let (before, began) = (cpu::Cpu::now(&[pid])?, Instant::now());
         let changed = self.change_nodes(args, first_port).await?;
@@ -186,10 +193,8 @@ impl Bench {
             let times = targets.filter_map(|target| seen.get(&(target, *port)));
             times.map(|time| time.duration_since(*at).as_secs_f64() * 1000.0)
         });
-        let mut latencies: Vec<f64> = times.collect();
-        latencies.sort_by(f64::total_cmp);
         Ok(Events {
-            latencies,
+            latencies: times.collect(),
             expected: changed.len() * (self.healthy() - 1),
             cpu: used.daemons / seconds,
             machine: used.machine / seconds,
@@ -200,7 +205,7 @@ impl Bench {
 
 /// What one measurement of changed Nodes found.
 struct Events {
-    /// Milliseconds from each change to its Peer in each other healthy member, sorted. A Peer that was overwritten before the watch saw
+    /// Milliseconds from each change to its Peer in each other healthy member. A Peer that was overwritten before the watch saw
     /// it is missing.
     latencies: Vec<f64>,
     expected: usize,
@@ -213,22 +218,45 @@ struct Events {
 }
 
 impl Events {
-    fn row(&self, what: &str) -> String {
-        let percentile = |percent: usize| {
-            let index = (self.latencies.len() * percent / 100).min(self.latencies.len().saturating_sub(1));
-            let value = self.latencies.get(index);
-            value.map_or("-".to_owned(), |value| format!("{value:.0}"))
+    fn percentile(&self, percent: usize) -> Option<f64> {
+        let mut sorted = self.latencies.clone();
+        sorted.sort_by(f64::total_cmp);
+        let index = (sorted.len() * percent / 100).min(sorted.len().saturating_sub(1));
+        sorted.get(index).copied()
+    }
+
+    /// All events of several rounds: the sum of events, the means of CPU time, and the memory of the last round.
+    fn all(rounds: &[Self]) -> Self {
+        let mean = |cpu: fn(&Self) -> f64| rounds.iter().map(cpu).sum::<f64>() / rounds.len() as f64;
+        Self {
+            latencies: rounds.iter().flat_map(|round| round.latencies.clone()).collect(),
+            expected: rounds.iter().map(|round| round.expected).sum(),
+            cpu: mean(|round| round.cpu),
+            machine: mean(|round| round.machine),
+            resident: rounds.last().map_or(0, |round| round.resident),
+        }
+    }
+
+    /// A row about all rounds, with the lowest and the highest value of single rounds.
+    fn row(what: &str, rounds: &[Self]) -> String {
+        let all = Self::all(rounds);
+        let milliseconds = |value: Option<f64>| value.map_or("-".to_owned(), |value| format!("{value:.0}"));
+        let spread = |percent: usize| {
+            let mut values: Vec<f64> = rounds.iter().filter_map(|round| round.percentile(percent)).collect();
+            values.sort_by(f64::total_cmp);
+            let [low, high] = [values.first(), values.last()].map(|value| milliseconds(value.copied()));
+            format!("{} [{low}-{high}]", milliseconds(all.percentile(percent)))
         };
         format!(
             "| {what} | {} | {} | {} | {} of {} | {:.0} % | {:.0} % | {} |",
-            percentile(50),
-            percentile(99),
-            percentile(100),
-            self.latencies.len(),
-            self.expected,
-            self.cpu * 100.0,
-            self.machine * 100.0,
-            self.resident / 1_000_000
+            spread(50),
+            spread(99),
+            milliseconds(all.percentile(100)),
+            all.latencies.len(),
+            all.expected,
+            all.cpu * 100.0,
+            all.machine * 100.0,
+            all.resident / 1_000_000
         )
     }
 }
@@ -263,27 +291,35 @@ async fn measure(args: &Args) -> anyhow::Result<()> {
         idle * 100.0,
     );
     if !creations.is_empty() {
-        println!("| created by | Peers | s | Peers/s | of the client alone |\n|---|---|---|---|---|");
+        println!("{}", convergence::Creation::HEADER);
         creations.iter().for_each(|creation| print!("{creation}"));
         println!();
     }
     println!(
-        "{} changed endpoints a second for {} s; latencies in ms, CPU of one core, memory in MB:\n",
-        args.rate, args.seconds
+        "{} changed endpoints a second for {} s, {} times; latencies in ms [of single rounds], CPU of one core, memory in MB:\n",
+        args.rate, args.seconds, args.rounds
     );
     println!("| members | p50 | p99 | max | seen | controller's CPU | machine's CPU | VmRSS |");
     println!("|---|---|---|---|---|---|---|---|");
-    let undisturbed = bench.measure_events(args, FIRST_PORT, &controller).await?;
-    println!("{}", undisturbed.row("all work"));
-    if !bench.proxies.is_empty() {
-        for (fault, proxy) in &bench.proxies {
-            proxy.set(Some(*fault));
+    let (mut undisturbed, mut disturbed) = (Vec::new(), Vec::new());
+    let ports = args.rate * args.seconds;
+    for round in 0..args.rounds {
+        let first_port = FIRST_PORT + 2 * round * ports;
+        undisturbed.push(bench.measure_events(args, first_port, &controller).await?);
+        if bench.proxies.is_empty() {
+            continue;
         }
-        tokio::time::sleep(SETTLE).await;
-        let first_port = FIRST_PORT + args.rate * args.seconds;
-        let disturbed = bench.measure_events(args, first_port, &controller).await?;
+        bench.proxies.iter().for_each(|(fault, proxy)| proxy.set(Some(*fault)));
+        disturbed.push(bench.measure_events(args, first_port + ports, &controller).await?);
+        bench.proxies.iter().for_each(|(_, proxy)| proxy.set(None));
+    }
+    println!("{}", Events::row("all work", &undisturbed));
+    if !bench.proxies.is_empty() {
         let faults: Vec<String> = bench.proxies.iter().map(|(fault, _)| fault.to_string()).collect();
-        println!("{}", disturbed.row(&format!("one each: {}", faults.join(", "))));
+        println!(
+            "{}",
+            Events::row(&format!("one each: {}", faults.join(", ")), &disturbed)
+        );
     }
     Ok(())
 }

@@ -38,6 +38,9 @@ enum Bench {
     /// Compare wg-agent with the kernel backend to WireGuard configured by hand, on this machine's kernel. `dataplane --vm` runs this in
     /// the virtual machine.
     Kernel(kernel::Args),
+    /// Create objects. `events` runs this on another host.
+    #[command(hide = true)]
+    Create(events::convergence::CreateArgs),
     /// Measure how long the controller computes for a large mesh: snapshot, plan and diff, in one process.
     Plan(plan::Args),
     /// Measure gateways for sandboxes on whole clusters: how fast an added or removed grant takes effect, how long a restarted or replaced
@@ -53,6 +56,7 @@ fn main() -> anyhow::Result<()> {
     match Cli::parse().bench {
         Bench::Dataplane(args) => dataplane::run(&args),
         Bench::Events(args) => events::run(&args),
+        Bench::Create(args) => events::convergence::create(&args),
         Bench::Kernel(args) => kernel::run(&args),
         Bench::Plan(args) => plan::run(&args),
         Bench::Policy(args) => policy::run(&args),

@@ -213,3 +213,24 @@ async fn member_with_renamed_secret_keeps_its_objects() {
     before.remove("mesh");
     assert_eq!(after, before, "{}", controller.log());
 }
+
+#[tokio::test]
+async fn lease_is_taken_before_the_member_is_read() {
+    let env = TestEnv::start(&["mgmt", "tenant-a"]).await;
+    let member = env.lab.cluster("tenant-a");
+    // Without it the controller may read no object there, and so plans no write.
+    let words = ["delete", "clusterrolebinding", "clustermesh-member"];
+    member.kubectl(words).await.unwrap();
+    let _controller = env.start_controller().await;
+    env.apply_mesh(&env.mesh()).await;
+    wait_until("the Lease in the member", SOON, async || {
+        let writes = member.audited_writes().unwrap();
+        if writes.iter().any(|write| write.is_of_lease()) {
+            Ok(())
+        } else {
+            Err(format!("{writes:?}"))
+        }
+    })
+    .await
+    .unwrap();
+}

@@ -1,6 +1,9 @@
 //! Tests a mesh that the real `clusterctl move` moves from one hub to another.
 
-use std::collections::BTreeMap;
+use std::{
+    collections::BTreeMap,
+    time::{Duration, Instant},
+};
 
 use clustermesh_api::{
     mesh::ClusterMesh,
@@ -126,11 +129,55 @@ async fn clusterctl_moves_a_mesh_and_its_secrets() {
     env.create_node("tenant-a", 2, 2).await;
     let after = ["prod--tenant-a--tenant-a-1", "prod--tenant-a--tenant-a-2"];
     env.until_peers("tenant-b", &after, SOON).await;
+    change_node_for(observation_time(), &env).await;
+    let mut count = 0;
     for (member, old) in MEMBERS.iter().zip(old_writes) {
         let writes = env.lab.cluster(member).audited_writes().unwrap();
         let deletes = writes.iter().filter(|write| write.request.starts_with("delete"));
         assert_eq!(deletes.count(), 0, "{writes:?}");
         let new = &writes[old.len()..];
         assert!(new.iter().all(|write| write.user_agent.contains(&process)), "{new:?}");
+        count += new.len();
+    }
+    let after = objects(&env).await;
+    let kept = before.iter().filter(|(name, object)| after.get(*name) == Some(object));
+    assert_eq!(kept.count(), before.len(), "{before:?} {after:?}");
+    assert_ne!(env.page("/metrics").await, "", "the old controller still runs");
+    println!(
+        "the new controller has sent {count} writes, the old one none; no delete; the first Peers have kept their UIDs"
+    );
+}
+
+/// For how long the old controller is observed: `CLUSTERMESH_MOVED_MINUTES`, by default for one change of a Node.
+fn observation_time() -> Duration {
+    let minutes = std::env::var("CLUSTERMESH_MOVED_MINUTES").unwrap_or_default();
+    match minutes.as_str() {
+        "" => Duration::ZERO,
+        minutes => Duration::from_secs(60 * minutes.parse::<u64>().expect("CLUSTERMESH_MOVED_MINUTES is a number")),
+    }
+}
+
+/// Changes the endpoint of a node every five seconds, for this time. Waits for each change to reach the other member.
+async fn change_node_for(time: Duration, env: &TestEnv) {
+    let until = Instant::now() + time;
+    for port in 20_000.. {
+        if Instant::now() >= until {
+            return;
+        }
+        let endpoint = format!("198.51.2.2:{port}");
+        env.annotate("tenant-a", "tenant-a-2", names::KILO_FORCE_ENDPOINT, Some(&endpoint))
+            .await;
+        wait_until("the new endpoint", SOON, async || {
+            let peers = env.peers("tenant-b").await;
+            let peer = serde_json::to_string(&peers["prod--tenant-a--tenant-a-2"].spec).unwrap();
+            if peer.contains(&port.to_string()) {
+                Ok(())
+            } else {
+                Err(peer)
+            }
+        })
+        .await
+        .unwrap();
+        tokio::time::sleep(Duration::from_secs(5)).await;
     }
 }

@@ -176,6 +176,7 @@ mod tests {
         AuditedWrite {
             request: format!("{verb} {object} 200"),
             received: format!("2026-01-01T00:{minute:02}:00.000000Z"),
+            answered: String::new(),
             user_agent: String::new(),
         }
     }

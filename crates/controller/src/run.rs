@@ -28,7 +28,7 @@ use crate::{
 };
 
 /// The minimum time between the starts of two passes.
-const DEBOUNCE: Duration = Duration::from_millis(50);
+const DEBOUNCE: Duration = Duration::from_millis(20);
 /// The longest pause after a pass. The loop pauses twice as long as the pass took, so that members whose objects change all the
 /// time do not keep the CPU busy. A changed ClusterMesh, for example with a new quarantine, ends the pause.
 const MAX_PAUSE: Duration = Duration::from_secs(2);

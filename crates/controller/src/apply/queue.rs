@@ -13,13 +13,17 @@ use std::{
 };
 
 use clustermesh_core::{
-    diff::{Action, Item, Step},
+    diff::{Action, Step},
     lanes::{Lanes, Source},
     mesh::MeshId,
 };
 use tokio::time::Instant;
 
-use super::{Outcome, contested::ObjectWrites, refused::RefusedObjects};
+use super::{
+    Outcome,
+    contested::{Content, ObjectWrites},
+    refused::RefusedObjects,
+};
 use crate::backoff::{Backoff, TokenBucket};
 
 /// The maximum number of concurrent requests of the `revoking` lanes of all groups together, and of their `rest` lanes.
@@ -92,7 +96,7 @@ pub(super) struct Queue {
     last_group: BTreeMap<LaneKind, Source>,
     /// Objects that were written, or found to be as planned, after the last pass began to observe. A step of that pass that
     /// repeats the same write is skipped.
-    written: BTreeMap<Key, (Instant, Item)>,
+    written: BTreeMap<Key, (Instant, Content)>,
     buckets: BTreeMap<Source, TokenBucket>,
     /// The backoff and the reason while the member does not answer or refuses the credentials.
     outage: Option<(Backoff, String)>,
@@ -122,11 +126,7 @@ impl Queue {
                         None => due.push(step),
                     }
                 }
-                let batches = due.chunk_by(|a, b| a.item.kind() == b.item.kind() && a.action == b.action);
-                let batches: VecDeque<Batch> = batches.map(|steps| Batch::new(steps, &mut self.next_batch)).collect();
-                if !batches.is_empty() {
-                    self.lanes.insert((lane_kind, group.clone()), batches);
-                }
+                self.append((lane_kind, group.clone()), due);
             }
         }
         // The failure of a step that is not planned any more must not be reported.
@@ -175,7 +175,7 @@ impl Queue {
 
     /// Puts a step before the others of its lane.
     fn push_front(&mut self, lane_kind: LaneKind, group: Source, step: Step) {
-        let batch = Batch::new(&[step], &mut self.next_batch);
+        let batch = Batch::new(vec![step], &mut self.next_batch);
         self.lanes.entry((lane_kind, group)).or_default().push_front(batch);
     }
 
@@ -231,9 +231,21 @@ impl Queue {
             }
         }
         for (lane, steps) in due {
-            let batches = steps.chunk_by(|a, b| a.item.kind() == b.item.kind() && a.action == b.action);
-            let batches: Vec<Batch> = batches.map(|steps| Batch::new(steps, &mut self.next_batch)).collect();
-            self.lanes.entry(lane).or_default().extend(batches);
+            self.append(lane, steps);
+        }
+    }
+
+    /// Appends steps to the end of a lane.
+    fn append(&mut self, lane: (LaneKind, Source), steps: Vec<Step>) {
+        let mut steps = steps.into_iter().peekable();
+        while let Some(first) = steps.next() {
+            let (kind, action) = (first.item.kind(), first.action);
+            let mut batch = vec![first];
+            while let Some(step) = steps.next_if(|next| next.item.kind() == kind && next.action == action) {
+                batch.push(step);
+            }
+            let batch = Batch::new(batch, &mut self.next_batch);
+            self.lanes.entry(lane.clone()).or_default().push_back(batch);
         }
     }
 
@@ -293,7 +305,7 @@ impl Queue {
             }
             let written = self.written.get(&key);
             let written = written.filter(|(at, _)| self.observed_since.is_some_and(|since| *at >= since));
-            if written.is_some_and(|(_, item)| *item == step.item) {
+            if written.is_some_and(|(_, content)| *content == Content::of(&step.item)) {
                 continue;
             }
             if let Some(until) = self.backoff_until(&step, now) {
@@ -365,10 +377,10 @@ impl Queue {
         match outcome {
             // The object has no step any more, so its failure is not reported.
             Outcome::Refused(_) | Outcome::Conflict { .. } if !self.wanted.contains(&key) => {}
-            Outcome::Unchanged => self.mark_written(key, step.item, now),
+            Outcome::Unchanged => self.mark_written(key, Content::of(&step.item), now),
             Outcome::Written { overwritten_manager } => {
                 changed |= self.record_change(&step, &key, overwritten_manager, true, now);
-                self.mark_written(key, step.item, now);
+                self.mark_written(key, Content::of(&step.item), now);
             }
             Outcome::Conflict { by } => {
                 changed |= self.record_change(&step, &key, by, false, now);
@@ -421,15 +433,15 @@ impl Queue {
         changed
     }
 
-    fn mark_written(&mut self, key: Key, item: Item, now: Instant) {
-        self.written.insert(key, (now, item));
+    fn mark_written(&mut self, key: Key, content: Content, now: Instant) {
+        self.written.insert(key, (now, content));
     }
 
     /// Records a conflict, or a write that may have undone a change by another client. Returns whether the object becomes contested.
     fn record_change(&mut self, step: &Step, key: &Key, by: Option<String>, written: bool, now: Instant) -> bool {
         let object = self.object_writes.entry(key.clone());
         let object = object.or_insert_with(|| ObjectWrites::new(step.mesh.clone(), now));
-        object.record(&step.item, by, written, now)
+        object.record(Content::of(&step.item), by, written, now)
     }
 
     /// The problem of a mesh's writes: an outage of the member, refused or contested objects, or throttling. `None` = none of these.
@@ -457,12 +469,12 @@ impl Queue {
 }
 
 impl Batch {
-    fn new(steps: &[Step], next: &mut u64) -> Self {
+    fn new(steps: Vec<Step>, next: &mut u64) -> Self {
         *next += 1;
         Self {
             id: *next,
-            steps: steps.iter().cloned().collect(),
-            is_sequential: !can_run_concurrently(steps),
+            is_sequential: !can_run_concurrently(&steps),
+            steps: steps.into(),
         }
     }
 }

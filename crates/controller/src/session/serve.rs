@@ -29,6 +29,7 @@ pub(super) async fn serve(
     writer: Writer,
     mut interest_receiver: watch::Receiver<Interest>,
 ) {
+    let fence = writer.fence.clone();
     shared.update_connection(|connection| {
         connection.credentials = Credentials::Ready(client.clone(), expiry);
         connection.writer = Some(writer);
@@ -39,6 +40,14 @@ pub(super) async fn serve(
     shared.feeds.read_again();
 
     let mut tasks = JoinSet::new();
+    // The leader takes the Lease while it reads the member. Otherwise the first write would wait for the Lease.
+    if let Some(fence) = fence.filter(|fence| fence.start_taking()) {
+        let changed = Arc::clone(&shared.changed);
+        tasks.spawn(async move {
+            fence.take().await;
+            changed.notify_one();
+        });
+    }
     for task in shared.feeds.permanent_tasks(client) {
         tasks.spawn(task.run());
     }

@@ -17,6 +17,8 @@ pub struct AuditedWrite {
     pub request: String,
     /// When the API server received the request, in RFC 3339 format with microseconds, so that texts can be compared.
     pub received: String,
+    /// When the API server has sent its response, in the same format.
+    pub answered: String,
     /// The header `User-Agent`.
     pub user_agent: String,
 }
@@ -35,6 +37,7 @@ impl AuditedWrite {
         Self {
             request: format!("{verb} {resource}/{subresource} {namespace}/{name} {code}"),
             received: text("/requestReceivedTimestamp").to_owned(),
+            answered: text("/stageTimestamp").to_owned(),
             user_agent: text("/userAgent").to_owned(),
         }
     }
