@@ -40,7 +40,7 @@ impl Planner {
         settings: &Settings,
         naming: &dyn Naming,
     ) -> Planned<'_> {
-        let (plan, changed) = self.follower.plan(meshes, seen, settings, naming, &self.steps);
+        let (plan, changed) = self.follower.plan(meshes, seen, settings, naming);
         let members = seen.members.iter();
         let observed = members.filter_map(|(identity, observation)| Some((identity, observation.last()?)));
         let anew = || {

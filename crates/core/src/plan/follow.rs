@@ -10,16 +10,16 @@ use std::{
 };
 
 use super::{
-    Fact, MeshPlan, Naming, Plan, PlannedPeer, Settings, Skipped, by_age, claims,
+    Fact, MeshPlan, Naming, Plan, PlannedPeer, Reason, Settings, Skipped, by_age, claims,
     link::uses_gateways,
     mesh::{MeshPlanner, PreparedMesh},
+    peers::existing::is_matched,
     plan_and_keep,
-    target::{KeptTarget, MemberTraits},
+    target::{KeptTarget, MemberTraits, MeshMember},
 };
 use crate::{
     mesh::{Addressing, ClusterIdentity, Locations, Mesh, MeshId},
-    observe::Observations,
-    planner::Steps,
+    observe::{Granularity, Observations},
 };
 
 mod changes;
@@ -83,7 +83,7 @@ struct ReportPatch {
 }
 
 impl Follower {
-    /// Plans all meshes, as [`super::plan`] does, or follows the changes since the last call. `steps` = the diff of the last plan.
+    /// Plans all meshes, as [`super::plan`] does, or follows the changes since the last call.
     ///
     /// Returns the plan and all Peers that are planned or observed otherwise than last time; nothing else that [`crate::diff`] compares
     /// has changed. Instead of the Peers, why all meshes were planned anew.
@@ -93,11 +93,10 @@ impl Follower {
         seen: &Arc<Observations>,
         settings: &Settings,
         naming: &dyn Naming,
-        steps: &Steps,
     ) -> (Arc<Plan>, Result<PeerNames, Anew>) {
         let why = match &mut self.last {
             None => "there is no earlier plan",
-            Some(last) => match last.follow(meshes, seen, settings, naming, steps) {
+            Some(last) => match last.follow(meshes, seen, settings, naming) {
                 Ok(changed) => {
                     debug_assert!(
                         *last.plan == super::plan(meshes, seen, settings, naming),
@@ -129,7 +128,6 @@ impl Last {
         seen: &Arc<Observations>,
         settings: &Settings,
         naming: &dyn Naming,
-        steps: &Steps,
     ) -> Result<PeerNames, Anew> {
         if self.meshes != meshes || self.settings != *settings {
             return Err("the ClusterMeshes or the settings changed");
@@ -175,7 +173,6 @@ impl Last {
                 planned,
                 before: planner(&before),
                 after: planner(seen),
-                steps,
             };
             let mut patch = Patch::default();
             follower.follow_nodes(changes, &mut patch)?;
@@ -188,25 +185,30 @@ impl Last {
             let Some(planned) = plan.meshes.get_mut(id) else {
                 continue;
             };
+            let mut names: BTreeMap<&str, BTreeSet<String>> = BTreeMap::new();
             for (entry, changes) in changes_by_mesh.remove(id).into_iter().flatten() {
-                let names = changes.peers.iter().map(|row| row.name.to_owned());
-                let identity = planned.identities.get(entry).cloned();
-                changed
-                    .entry(identity.unwrap_or(ClusterIdentity::Local))
-                    .or_default()
-                    .extend(names);
+                let rows = changes.peers.iter().map(|row| row.name.to_owned());
+                names.entry(entry).or_default().extend(rows);
             }
             for (target, peers) in &patch.peers {
-                let names = peers.keys().cloned();
-                let identity = planned.identities.get(target).cloned();
-                changed
-                    .entry(identity.unwrap_or(ClusterIdentity::Local))
-                    .or_default()
-                    .extend(names);
+                names.entry(target).or_default().extend(peers.keys().cloned());
             }
+            let names: Vec<(String, BTreeSet<String>)> = names
+                .into_iter()
+                .map(|(target, names)| (target.to_owned(), names))
+                .collect();
             patch.apply(planned);
+            if let Some(Ok(kept)) = self.kept.get_mut(id) {
+                names
+                    .iter()
+                    .for_each(|(target, names)| kept.update(target, names, planned, seen));
+            }
+            for (target, names) in names {
+                if let Some(identity) = planned.identities.get(&target).filter(|_| !names.is_empty()) {
+                    changed.entry(identity.clone()).or_default().extend(names);
+                }
+            }
         }
-        changed.retain(|_, names| !names.is_empty());
         self.seen = Arc::clone(seen);
         Ok(changed)
     }
@@ -224,8 +226,6 @@ struct MeshFollower<'a> {
     before: MeshPlanner<'a, 'a>,
     /// The planner with the present observations.
     after: MeshPlanner<'a, 'a>,
-    /// The diff of the last plan.
-    steps: &'a Steps,
 }
 
 impl Kept {
@@ -249,7 +249,14 @@ impl Kept {
         };
         let members = || mesh_members.values();
         let mut pairs = members().flat_map(|one| members().map(move |other| (one, other)));
-        let conditions: [(bool, Anew); 9] = [
+        let nodes = || {
+            members()
+                .filter_map(MeshMember::last_observed)
+                .flat_map(|member| member.nodes.values())
+        };
+        let skipped = || registries.values().flat_map(|registry| &registry.skipped);
+        let is_masqueraded = |member: &MeshMember<'_>| member.cluster.effective_addressing() == Addressing::Masqueraded;
+        let conditions: [(bool, Anew); 13] = [
             (planned.paused, "the mesh is paused"),
             (
                 members().any(|member| is_shared(&member.cluster.identity)),
@@ -258,6 +265,22 @@ impl Kept {
             (
                 members().any(|member| member.last_observed().is_none()),
                 "a member was not observed since the controller started",
+            ),
+            (
+                skipped().any(|skipped| skipped.reason == Reason::PublicKeyDuplicate),
+                "two nodes have the same key",
+            ),
+            (
+                targets.values().any(|target| target.is_entangled),
+                "an existing Peer has no mesh label, or the key of a Peer that is planned with another name",
+            ),
+            (
+                nodes().any(|node| node.granularity == Some(Granularity::Location)),
+                "kg groups the nodes of a member by location",
+            ),
+            (
+                members().any(is_masqueraded) && members().any(|member| member.cluster.quarantine),
+                "a member is masqueraded, and one is quarantined",
             ),
             (
                 has_shared_claims,
@@ -292,10 +315,9 @@ impl Kept {
         if let Some((_, why)) = conditions.iter().find(|(applies, _)| *applies) {
             return Err(why);
         }
-        let anchored = mesh_members.iter().map(|(name, member)| {
-            let networks = member.anchored(registries.get(name));
-            (name.clone(), networks)
-        });
+        let anchored = registries
+            .iter()
+            .map(|(name, registry)| (name.clone(), registry.anchored.clone()));
         Ok(Self {
             traits: mesh_members
                 .iter()
@@ -304,8 +326,42 @@ impl Kept {
             anchored: anchored.collect(),
             not_enforcing: not_enforcing.clone(),
             targets,
-            has_masqueraded: members().any(|member| member.cluster.effective_addressing() == Addressing::Masqueraded),
+            has_masqueraded: members().any(is_masqueraded),
         })
+    }
+}
+
+impl Kept {
+    /// The anchored networks that the Peers of this source contain; none if it is masqueraded.
+    fn anchored_in_peers(&self, source: &str) -> &[ipnet::IpNet] {
+        let is_routed = |traits: &&Arc<MemberTraits>| traits.cluster.effective_addressing() == Addressing::Routed;
+        let networks = self
+            .traits
+            .get(source)
+            .filter(is_routed)
+            .and_then(|_| self.anchored.get(source));
+        networks.map(|networks| &**networks).unwrap_or_default()
+    }
+
+    /// Updates which of these Peers match no planned Peer.
+    fn update(&mut self, target: &str, names: &BTreeSet<String>, planned: &MeshPlan, seen: &Observations) {
+        let (Some(kept), Some(plan)) = (self.targets.get_mut(target), planned.targets.get(target)) else {
+            return;
+        };
+        let member = planned
+            .identities
+            .get(target)
+            .and_then(|identity| seen.members.get(identity)?.last());
+        let existing = member.and_then(|member| member.peers.as_ref());
+        for name in names {
+            let planned = plan.peers.get(name);
+            match existing.and_then(|existing| existing.get(name)) {
+                Some(peer) if !planned.is_some_and(|planned| is_matched(peer, planned)) => {
+                    kept.unmatched.insert(name.clone());
+                }
+                _ => drop(kept.unmatched.remove(name)),
+            }
+        }
     }
 }
 

@@ -23,7 +23,7 @@ use crate::{
 };
 
 mod anchors;
-mod existing;
+pub(super) mod existing;
 mod held_nodes;
 pub(super) mod keepalive;
 mod names;
@@ -69,6 +69,8 @@ pub(super) struct PeerPlanner<'a, 'p> {
     runs_kg: bool,
     /// [`super::target::KeptTarget::unsettled`].
     unsettled: BTreeSet<String>,
+    /// Names of planned Peers that the naming rule does not give.
+    unmatched: BTreeSet<String>,
     /// The endpoints at which members other than the target see nodes.
     discovered_by_others: Discovered,
 }
@@ -131,6 +133,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             nodes_without_internal_ip: BTreeMap::new(),
             runs_kg,
             unsettled: BTreeSet::new(),
+            unmatched: BTreeSet::new(),
             discovered_by_others: discovered::by_others(inputs.mesh_members, name),
         }
     }
@@ -365,10 +368,13 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             return false;
         }
         outcome.skipped = self.skipped;
-        outcome.kept = KeptTarget {
+        let kept = KeptTarget {
             unsettled: self.unsettled,
-            foreign: self.existing.foreign,
+            foreign: self.existing.foreign.clone(),
+            unmatched: self.unmatched,
+            is_entangled: self.existing.has_unlabelled,
         };
+        outcome.kept = self.existing.complete(kept, &outcome.plan.peers);
         outcome.facts.extend(self.facts);
         let nodes_without_internal_ip = self.nodes_without_internal_ip.into_iter();
         outcome.facts.extend(

@@ -201,6 +201,11 @@ pub(super) struct KeptTarget {
     pub(super) unsettled: BTreeSet<String>,
     /// Names of existing Peers that do not belong to the mesh, or have no valid spec.
     pub(super) foreign: BTreeSet<String>,
+    /// Names of the other existing Peers whose name, source or key is not that of a planned Peer, and of planned Peers that have not the
+    /// name that the naming rule gives them. Usually they were not deleted or updated yet.
+    pub(super) unmatched: BTreeSet<String>,
+    /// Some Peer of this hub has no mesh label, or an unmatched Peer has the key of a planned one.
+    pub(super) is_entangled: bool,
 }
 
 /// Adds the networks of a closed source's Peers to its closed PeerPolicy. The policy lacks a network that overlaps pods of the target

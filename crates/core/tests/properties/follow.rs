@@ -29,6 +29,8 @@ enum Change {
     Field(usize, usize, Field),
     /// A Node is deleted.
     NodeGone(usize, usize),
+    /// A Node has the key of another one of its cluster, which is deleted in half of the cases.
+    NodeRenamed(usize, usize, usize, bool),
     /// The steps of a member whose position has a bit in the mask are written.
     Written(usize, u8),
     /// An existing Peer is changed, deleted or added by someone else.
@@ -58,6 +60,9 @@ enum Field {
 enum PeerEdit {
     Deleted,
     Renamed,
+    Copied,
+    Key(usize, usize),
+    Source(usize),
     Keepalive,
     Endpoint,
     WithoutPrefixes,
@@ -102,12 +107,14 @@ fn change() -> impl Strategy<Value = Change> {
             2 => node(n, number).prop_map(move |node| Change::Node(n, k, Box::new(node))),
             6 => field(n).prop_map(move |field| Change::Field(n, k, field)),
             1 => Just(Change::NodeGone(n, k)),
+            1 => (0usize..5, any::<bool>()).prop_map(move |(other, gone)| Change::NodeRenamed(n, k, other, gone)),
         ]
     });
     let edit = select(
         &[
             PeerEdit::Deleted,
             PeerEdit::Renamed,
+            PeerEdit::Copied,
             PeerEdit::Keepalive,
             PeerEdit::Endpoint,
             PeerEdit::WithoutPrefixes,
@@ -115,6 +122,11 @@ fn change() -> impl Strategy<Value = Change> {
             PeerEdit::Foreign,
         ][..],
     );
+    let edit = prop_oneof![
+        8 => edit,
+        1 => (0usize..3, 0usize..5).prop_map(|(n, k)| PeerEdit::Key(n, k)),
+        1 => (0usize..3).prop_map(PeerEdit::Source),
+    ];
     prop_oneof![
         12 => of_node,
         8 => (0usize..3, prop_oneof![1 => Just(255u8), 1 => any::<u8>()]).prop_map(|(n, mask)| Change::Written(n, mask)),
@@ -190,7 +202,7 @@ fn set_field(node: &mut Node, field: &Field, keys: &[Vec<PublicKey>]) {
     }
 }
 
-fn edit_peer(member: &mut Member, position: usize, edit: PeerEdit) {
+fn edit_peer(member: &mut Member, position: usize, edit: PeerEdit, keys: &[Vec<PublicKey>]) {
     let Some(peers) = &mut member.peers else { return };
     let name = peers.keys().nth(position).map(str::to_owned);
     let Some((name, mut peer)) = name.and_then(|name| Some((name.clone(), peers.get(&name)?.clone()))) else {
@@ -201,6 +213,17 @@ fn edit_peer(member: &mut Member, position: usize, edit: PeerEdit) {
         (PeerEdit::Renamed, _) => {
             peers.remove(&name);
             peers.insert(format!("{name}-renamed"), peer);
+        }
+        (PeerEdit::Copied, _) => peers.insert(format!("{name}-copy"), peer),
+        (PeerEdit::Source(n), _) => {
+            peer.owner.source_cluster = Some(format!("c{n}"));
+            peers.insert(name, peer);
+        }
+        (PeerEdit::Key(n, k), Ok(spec)) => {
+            if let Some(key) = keys[n].get(k) {
+                spec.public_key = *key;
+                peers.insert(name, peer);
+            }
         }
         (PeerEdit::Foreign, _) => {
             peer.owner = Owner::default();
@@ -222,7 +245,7 @@ fn edit_peer(member: &mut Member, position: usize, edit: PeerEdit) {
             spec.allowed_ips.clear();
             peers.insert(name, peer);
         }
-        (PeerEdit::Keepalive | PeerEdit::Endpoint | PeerEdit::WithoutPrefixes, Err(_)) => {}
+        (PeerEdit::Key(..) | PeerEdit::Keepalive | PeerEdit::Endpoint | PeerEdit::WithoutPrefixes, Err(_)) => {}
     }
 }
 
@@ -267,6 +290,17 @@ fn apply(seen: &mut Observations, change: &Change, last: &Plan) {
                 member.nodes.remove(NODES[*k]);
             }
         }
+        Change::NodeRenamed(n, k, other, gone) => {
+            let Some(member) = member_mut(seen, *n) else { return };
+            let Some(mut node) = member.nodes.get(NODES[*other]).cloned() else {
+                return;
+            };
+            node.created = member.nodes.get(NODES[*k]).map_or(node.created, |old| old.created);
+            if *gone {
+                member.nodes.remove(NODES[*other]);
+            }
+            member.nodes.insert(NODES[*k].to_owned(), node);
+        }
         Change::Written(n, mask) => {
             let Some(member) = member_mut(seen, *n) else { return };
             let steps = diff(last, &identity(*n), member);
@@ -278,7 +312,7 @@ fn apply(seen: &mut Observations, change: &Change, last: &Plan) {
         }
         Change::Peer(n, position, edit) => {
             if let Some(member) = member_mut(seen, *n) {
-                edit_peer(member, *position, *edit);
+                edit_peer(member, *position, *edit, &keys);
             }
         }
         Change::Freshness(n) => {

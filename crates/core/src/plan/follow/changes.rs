@@ -30,6 +30,10 @@ pub(super) fn find<'a>(
     if !before.members.keys().eq(members.keys()) {
         return Err("a member was added or removed");
     }
+    let identities = || members.keys();
+    if identities().any(|identity| identities().filter(|other| other.same_cluster(identity)).count() > 1) {
+        return Err("a cluster is observed by two Secrets or keys");
+    }
     let mut changes = BTreeMap::new();
     for ((identity, before), after) in before.members.iter().zip(members.values()) {
         if before.state_name() != after.state_name() || before.not_fresh_reason() != after.not_fresh_reason() {

@@ -14,11 +14,10 @@ use super::{Anew, MeshFollower, Patch, ReportPatch, changes::MemberChanges, pair
 use crate::{
     key::PublicKey,
     mesh::Profile,
-    observe::{ChangedRow, Member, Node, Observation, Rows},
+    observe::{ChangedRow, Granularity, Member, Node, Observation, Rows, Server},
     plan::{
         MeshPlan, discovered,
         link::{self, Link},
-        location,
         mesh::MeshPlanner,
         networks_in_use,
         nodes::{self, NodeRegistry, RegistryBuilder},
@@ -92,6 +91,15 @@ impl<'a> MeshFollower<'a> {
             }
             if was.facts != is.facts || was.uncovered != is.uncovered {
                 return Err("what is reported about the Nodes of a member changed");
+            }
+            let is_lost_by_kg = |row: &ChangedRow<'_, Node>| {
+                row.after.is_some_and(|node| node.server != Server::Agent)
+                    && is_registered(was, row.name)
+                    && !is_registered(is, row.name)
+            };
+            // It could lead other nodes as if kg was restarting.
+            if changed.rows.iter().any(is_lost_by_kg) {
+                return Err("a node of kg is no longer registered");
             }
             self.check_anchored_networks(entry, changed, was, is)?;
             self.check_claims(entry, changed, was, is)?;
@@ -172,8 +180,12 @@ impl<'a> MeshFollower<'a> {
         if runs_kg(before) != runs_kg(after) {
             return Err("kg was installed in a member, or removed");
         }
-        if !location::segments(after, &|_, _| true).all_followers.is_empty() {
-            return Err("a node may be led by another node of its Kilo location");
+        if after
+            .nodes
+            .values()
+            .any(|node| node.granularity == Some(Granularity::Location))
+        {
+            return Err("kg groups the nodes of a member by location");
         }
         if before.nodes.len().max(after.nodes.len()) > traits.cluster.max_nodes {
             return Err("a member has more Nodes than it may have");
@@ -237,8 +249,6 @@ impl<'a> MeshFollower<'a> {
         was: &NodeRegistry<'_>,
         is: &NodeRegistry<'_>,
     ) -> Result<(), Anew> {
-        let is_registered =
-            |registry: &NodeRegistry<'_>, name| registry.registered.iter().any(|node| node.node == name);
         let mut keys: BTreeSet<PublicKey> = BTreeSet::new();
         let mut networks: BTreeSet<IpNet> = BTreeSet::new();
         for row in changed.rows {
@@ -418,4 +428,8 @@ fn claimed_networks(node: &Node) -> impl Iterator<Item = IpNet> {
         .map(|address| nodes::host_route(address.to_canonical()));
     let location = node.allowed_location_ips.iter().map(IpNet::trunc);
     wireguard.into_iter().chain(pods).chain(internal).chain(location)
+}
+
+fn is_registered(registry: &NodeRegistry<'_>, name: &str) -> bool {
+    registry.registered.iter().any(|node| node.node == name)
 }

@@ -10,12 +10,10 @@ use ipnet::IpNet;
 
 use super::{Anew, MeshFollower, Patch, nodes::Changed};
 use crate::{
-    diff::Item,
     key::PublicKey,
     observe::{ChangedRow, Endpoint, Node},
     plan::{
         PlannedPeer, anchor, endpoint,
-        nodes::RegisteredNode,
         peers::{PeerPlanner, RegisteredPeers},
         target::MeshInputs,
     },
@@ -51,19 +49,18 @@ impl<'p> Pair<'p, '_> {
         let rows = self.changed.rows.iter();
         let names = rows
             .flat_map(|row| [false, true].map(|is_taken| self.new.naming.peer(id, self.source, row.name, is_taken)));
-        let names: BTreeSet<String> = names.collect();
-        let mut only = names.clone();
-        let claims = |nodes: &'p [RegisteredNode<'p>]| nodes.iter().map(|node| (node.node, node.key, &node.prefixes));
-        if !claims(old).eq(claims(new)) {
-            only.extend(self.peers_that_may_have_claims());
+        let target = &self.follower.kept.targets[self.target];
+        if !target.unmatched.is_empty() {
+            return Err("an existing Peer has another name, source or key than the planned one");
         }
+        let visible: BTreeSet<String> = names.chain(target.foreign.iter().cloned()).collect();
         let keepalive = self.keepalive()?;
-        let plan = |inputs: &'p MeshInputs<'p>, only: &BTreeSet<String>| {
+        let plan = |inputs: &'p MeshInputs<'p>| {
             let planner =
-                PeerPlanner::with_existing(inputs, self.target, &inputs.mesh_members[self.target], Some(only));
+                PeerPlanner::with_existing(inputs, self.target, &inputs.mesh_members[self.target], Some(&visible));
             planner.plan_registered(self.source, keepalive)
         };
-        let (planned_before, planned_after) = (plan(self.old, &names), plan(self.new, &only));
+        let (planned_before, planned_after) = (plan(self.old), plan(self.new));
         if planned_before.reports != planned_after.reports {
             return Err("what is reported about the Peers of a changed Node is different");
         }
@@ -96,20 +93,6 @@ impl<'p> Pair<'p, '_> {
             target_plan.insert(name.clone(), Some(peer));
         }
         Ok(())
-    }
-
-    /// The existing Peers of the target that may have a key or prefix which no Node but a changed one publishes: those of other owners, and
-    /// those that differ from the last plan.
-    fn peers_that_may_have_claims(&self) -> impl Iterator<Item = String> {
-        let foreign = self.follower.kept.targets.get(self.target);
-        let foreign = foreign.into_iter().flat_map(|target| target.foreign.iter().cloned());
-        let identity = &self.new.mesh_members[self.target].cluster.identity;
-        let steps = self.follower.steps.get(identity).into_iter().flatten();
-        let differing = steps.filter_map(|step| match &step.item {
-            Item::Peer(name, _) => Some(name.clone()),
-            _ => None,
-        });
-        foreign.chain(differing)
     }
 
     /// The last plan of the target.
@@ -151,7 +134,7 @@ impl<'p> Pair<'p, '_> {
         let parts: Vec<IpNet> = planned.spec.allowed_ips.difference(prefixes).copied().collect();
         let mut expected = PlannedPeer::clone(peer);
         expected.spec.allowed_ips.extend(&parts);
-        let anchored = &self.follower.kept.anchored[self.source];
+        let anchored = self.follower.kept.anchored_in_peers(self.source);
         let is_anchored = |part: &IpNet| anchored.iter().any(|net| net.contains(part));
         if expected != **planned || !parts.iter().all(is_anchored) {
             return Err("the Peer of a changed Node depends on other Nodes");
@@ -169,7 +152,7 @@ impl<'p> Pair<'p, '_> {
         planned_after: &RegisteredPeers<'_, '_>,
     ) -> Result<(), Anew> {
         let kept = self.follower.kept;
-        let anchored = &kept.anchored[self.source];
+        let anchored = kept.anchored_in_peers(self.source);
         if anchored.is_empty() {
             return Ok(());
         }

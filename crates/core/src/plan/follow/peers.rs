@@ -44,6 +44,10 @@ impl MeshFollower<'_> {
                         return Err("a Peer changed whose source is not connected");
                     }
                 }
+                let label = |peer: Option<&ObservedPeer>| peer.and_then(|peer| peer.owner.source_cluster.clone());
+                if row.before.is_some() && row.after.is_some() && label(row.before) != label(row.after) {
+                    return Err("the source label of a Peer changed");
+                }
                 self.check_peer(target, row, patch)?;
             }
         }
@@ -82,14 +86,17 @@ impl MeshFollower<'_> {
         let keeps_name = match (planned, row.after) {
             (None, Some(_)) => return Err("a Peer that is not planned was created or changed"),
             (Some(planned), Some(after)) => {
-                if after.owner.source_cluster.as_deref() != Some(&*planned.source) {
-                    return Err("a Peer has the name of another source's Peer");
-                }
                 let key = after.spec.as_ref().ok().map(|spec| spec.public_key);
                 key == Some(planned.spec.public_key)
             }
             (_, None) => false,
         };
+        let is_of_source =
+            |peer: &ObservedPeer, planned: &PlannedPeer| peer.owner.source_cluster.as_deref() == Some(&*planned.source);
+        let mut existing = [row.before, row.after].into_iter().flatten();
+        if planned.is_some_and(|planned| !existing.all(|peer| is_of_source(peer, planned))) {
+            return Err("a Peer has the name of another source's Peer");
+        }
         // Without an existing Peer that has its key, a node gets the name that the naming rule gives it.
         if planned.is_some_and(|planned| !keeps_name && naming(planned) != row.name) {
             return Err("a Peer with a name of its own has lost its key");
@@ -112,7 +119,8 @@ impl MeshFollower<'_> {
         row: &ChangedRow<'_, ObservedPeer>,
     ) -> Result<(), Anew> {
         let sources = [row.before, row.after].into_iter().flatten();
-        let sources = sources.filter_map(|peer| self.kept.anchored.get(peer.owner.source_cluster.as_deref()?));
+        let sources =
+            sources.filter_map(|peer| Some(self.kept.anchored_in_peers(peer.owner.source_cluster.as_deref()?)));
         let anchored: Vec<_> = sources.flatten().collect();
         let has = |spec: Option<&PeerSpec>, net: &IpNet| spec.is_some_and(|spec| spec.allowed_ips.contains(net));
         let mut nets = [before, after].into_iter().flatten().flat_map(|spec| &spec.allowed_ips);

@@ -1,7 +1,7 @@
 //! Indexes the existing Peers of one target, and decides which of them stay regardless of the plan (design rule 2).
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap, hash_map::Entry},
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet, hash_map::Entry},
     fmt,
     sync::Arc,
 };
@@ -12,7 +12,10 @@ use crate::{
     mesh::{ClusterIdentity, Locations, overlap},
     observe::{ObservedPeer, PeerRole, PeerSpec, Rows},
     ownership::{self, Ownership},
-    plan::target::{MeshInputs, MeshMember},
+    plan::{
+        PlannedPeer,
+        target::{KeptTarget, MeshInputs, MeshMember},
+    },
 };
 
 /// What has a key or prefix in a target, for messages.
@@ -47,6 +50,13 @@ impl Existing<'_> {
     pub(super) fn is_ours_of(&self, source: &str) -> bool {
         self.is_ours && self.peer.owner.source_cluster.as_deref() == Some(source)
     }
+}
+
+/// Whether an existing Peer has the source and key of the planned Peer with its name.
+pub(in crate::plan) fn is_matched(existing: &ObservedPeer, planned: &PlannedPeer) -> bool {
+    let spec = existing.spec.as_ref();
+    existing.owner.source_cluster.as_deref() == Some(&*planned.source)
+        && spec.is_ok_and(|spec| spec.public_key == planned.spec.public_key)
 }
 
 /// The existing Peers of a target, of all owners.
@@ -151,6 +161,26 @@ impl<'a> ExistingPeers<'a> {
             }
         }
         (index, kept)
+    }
+
+    /// Adds the existing Peers that match no planned Peer.
+    pub(super) fn complete(&self, mut kept: KeptTarget, planned: &BTreeMap<String, Arc<PlannedPeer>>) -> KeptTarget {
+        let mut unmatched_keys = Vec::new();
+        let mut planned_peers = planned.iter().peekable();
+        for (name, peer) in self.by_name.into_iter().flatten() {
+            while planned_peers.next_if(|(planned, _)| planned.as_str() < name).is_some() {}
+            let planned = planned_peers.peek().filter(|(planned, _)| *planned == name);
+            let is_matched = planned.is_some_and(|(_, planned)| is_matched(peer, planned));
+            if !is_matched && !kept.foreign.contains(name) {
+                kept.unmatched.insert(name.to_owned());
+                unmatched_keys.extend(peer.spec.as_ref().map(|spec| spec.public_key));
+            }
+        }
+        if !unmatched_keys.is_empty() {
+            let planned: HashSet<PublicKey> = planned.values().map(|peer| peer.spec.public_key).collect();
+            kept.is_entangled |= unmatched_keys.iter().any(|key| planned.contains(key));
+        }
+        kept
     }
 
     pub(super) fn get(&self, name: &str) -> Option<&'a ObservedPeer> {

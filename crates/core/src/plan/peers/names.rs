@@ -78,7 +78,11 @@ impl<'a> PeerPlanner<'a, '_> {
             !(foreign || used || self.taken_names.contains(name))
         };
         let name = match kept {
-            Some(kept) => kept.into_owned(),
+            Some(kept) if kept == readable => kept.into_owned(),
+            Some(kept) => {
+                self.unmatched.insert(kept.to_string());
+                kept.into_owned()
+            }
             None if is_free(&readable) => readable.into_owned(),
             None => {
                 let hashed = self
@@ -87,7 +91,9 @@ impl<'a> PeerPlanner<'a, '_> {
                     .peer(self.inputs.mesh, &peer.source, &peer.node, true);
                 let further = (1u32..).map(|number| format!("{hashed}-{number}"));
                 let mut names = std::iter::once(hashed.clone()).chain(further);
-                names.find(|name| is_free(name)).unwrap_or_default()
+                let name = names.find(|name| is_free(name)).unwrap_or_default();
+                self.unmatched.insert(name.clone());
+                name
             }
         };
         self.take_claims(&name, &peer);
