@@ -324,8 +324,8 @@ fn main() {
                 }
             }
             let (times, plan, steps) = world.pass();
-            // Not kept: otherwise the next change would copy the plan.
             world.write(&plan, steps);
+            // Otherwise the next pass copies the plan.
             drop(plan);
             changed.push(times);
             written.push(world.pass().0);

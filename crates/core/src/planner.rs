@@ -23,7 +23,7 @@ pub struct Planner {
 /// The result of [`Planner::plan`].
 #[derive(Debug)]
 pub struct Planned<'p> {
-    /// The plan of all meshes. Keep it no longer than to the next call: otherwise that call copies the plan.
+    /// The plan of all meshes. Drop it before the next call: otherwise that call copies the plan.
     pub plan: Arc<Plan>,
     /// The steps of all observed members.
     pub steps: &'p Steps,
@@ -43,7 +43,7 @@ impl Planner {
         let (plan, changed) = self.follower.plan(meshes, seen, settings, naming);
         let members = seen.members.iter();
         let observed = members.filter_map(|(identity, observation)| Some((identity, observation.last()?)));
-        let anew = || {
+        let all_steps = || {
             observed
                 .clone()
                 .map(|(identity, member)| (identity.clone(), diff(&plan, identity, member)))
@@ -56,9 +56,9 @@ impl Planner {
                         update_peer_steps(steps, &plan, identity, member, names);
                     }
                 }
-                debug_assert_eq!(self.steps, anew().collect());
+                debug_assert_eq!(self.steps, all_steps().collect());
             }
-            Err(_) => self.steps = anew().collect(),
+            Err(_) => self.steps = all_steps().collect(),
         }
         Planned {
             plan,

@@ -18,7 +18,7 @@ pub(super) struct Content([u8; 32]);
 
 impl Content {
     pub(super) fn of(item: &Item) -> Self {
-        // All types in an item derive `Debug`, which shows every field; a key is shown in base64.
+        // Equal texts are equal contents: `Debug` shows every field of an item.
         Self(Sha256::digest(format!("{item:?}")).into())
     }
 }

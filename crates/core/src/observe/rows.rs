@@ -11,18 +11,18 @@ use std::{
 #[derive(Debug, Clone)]
 pub struct Rows<T> {
     map: Arc<Map<T>>,
-    /// `None` = not known.
+    /// `None` = the changed rows are not known.
     origin: Option<Origin<T>>,
 }
 
-/// The map of which a map is a copy, and the names whose rows may differ.
+/// The map that was copied, and the names of the rows that were changed since.
 #[derive(Debug, Clone)]
 struct Origin<T> {
     map: Arc<Map<T>>,
     changed: Arc<BTreeSet<Arc<str>>>,
 }
 
-/// The last parameter is the number of rows in a part that is copied.
+/// The last parameter is the largest number of rows in one part. A change copies one part.
 type Map<T> = immutable_chunkmap::map::Map<Arc<str>, Arc<T>, 64>;
 
 type MapIter<'a, T> = <&'a Map<T> as IntoIterator>::IntoIter;
@@ -113,7 +113,7 @@ impl<T> Rows<T> {
         self.change(&name).remove_cow(&name).is_some()
     }
 
-    /// The map, to change the row with this name.
+    /// Records that the row with this name changes, and returns the map.
     fn change(&mut self, name: &Arc<str>) -> &mut Map<T> {
         if Arc::strong_count(&self.map) > 1 {
             let (map, changed) = (Arc::clone(&self.map), Arc::default());

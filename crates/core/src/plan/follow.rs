@@ -52,10 +52,11 @@ struct Last {
     kept: BTreeMap<MeshId, Result<Kept, Anew>>,
 }
 
-/// What following a change needs of the last plan of a mesh, in addition to the plan. A mesh of which changes cannot be followed keeps
-/// the reason instead.
+/// What following a change needs of the last plan of a mesh, in addition to the plan. A mesh whose changes cannot be followed has the
+/// reason instead. A followed change changes only [`KeptTarget::unmatched`].
 #[derive(Debug)]
 pub(super) struct Kept {
+    /// By entry name.
     traits: BTreeMap<String, Arc<MemberTraits>>,
     /// The anchored networks of each member, by entry name.
     anchored: BTreeMap<String, Vec<ipnet::IpNet>>,
@@ -74,7 +75,7 @@ struct Patch {
     reports: BTreeMap<String, ReportPatch>,
 }
 
-/// What changes in the report of one entry.
+/// New values for the report of one entry.
 #[derive(Debug, Default)]
 struct ReportPatch {
     registered: usize,
@@ -85,8 +86,8 @@ struct ReportPatch {
 impl Follower {
     /// Plans all meshes, as [`super::plan`] does, or follows the changes since the last call.
     ///
-    /// Returns the plan and all Peers that are planned or observed otherwise than last time; nothing else that [`crate::diff`] compares
-    /// has changed. Instead of the Peers, why all meshes were planned anew.
+    /// Returns the plan, and the Peers whose plan or observation changed; nothing else that [`crate::diff`] compares has changed. If all
+    /// meshes were planned anew, returns the reason instead of the Peers.
     pub(crate) fn plan(
         &mut self,
         meshes: &[Mesh],
@@ -137,7 +138,7 @@ impl Last {
         let by_age = by_age(meshes);
         let mut changes_by_mesh: BTreeMap<&MeshId, BTreeMap<&str, MemberChanges<'_>>> = BTreeMap::new();
         for (identity, changes) in changes {
-            // `Kept` exists only for a mesh whose clusters are entries of no other mesh.
+            // The first entry is the only one: a mesh that shares a cluster has no `Kept`.
             let mut entries = meshes
                 .iter()
                 .flat_map(|mesh| mesh.clusters.iter().map(move |entry| (mesh, entry)));
@@ -214,7 +215,7 @@ impl Last {
     }
 }
 
-/// The meshes that can be followed share no cluster, so that none reserves names for another.
+/// A mesh that can be followed shares no cluster with another mesh, so no names are reserved.
 static NO_NAMES: BTreeMap<ClusterIdentity, super::target::UsedNames> = BTreeMap::new();
 
 /// Follows the changes of one mesh.

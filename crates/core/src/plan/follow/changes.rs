@@ -37,7 +37,7 @@ pub(super) fn find<'a>(
     let mut changes = BTreeMap::new();
     for ((identity, before), after) in before.members.iter().zip(members.values()) {
         if before.state_name() != after.state_name() || before.not_fresh_reason() != after.not_fresh_reason() {
-            return Err("a member became fresh or stale");
+            return Err("the state of an observation, or its reason, changed");
         }
         let (Some(before), Some(after)) = (before.last(), after.last()) else {
             continue;

@@ -41,7 +41,7 @@ pub(super) struct Changed<'m> {
     after: Member,
 }
 
-/// What the planner is given, before or after the change.
+/// The inputs of the planner, before or after the change.
 struct Side<'m> {
     planner: &'m MeshPlanner<'m, 'm>,
     members: Members<'m>,
@@ -154,7 +154,7 @@ impl<'a> MeshFollower<'a> {
         let members = member_of(&self.before).zip(member_of(&self.after));
         let (before, after) = members.ok_or("a changed member was not observed")?;
         if traits.cluster.profile != Profile::ClusterMeshed || !traits.can_connect {
-            return Err("a Node of a member changed that is not cluster-meshed");
+            return Err("a Node changed of a member that is not cluster-meshed or has no accepted networks");
         }
         let mut entries = self.after.mesh.clusters.iter();
         let configured = entries
@@ -190,7 +190,7 @@ impl<'a> MeshFollower<'a> {
         if before.nodes.len().max(after.nodes.len()) > traits.cluster.max_nodes {
             return Err("a member has more Nodes than it may have");
         }
-        // Policies of a masqueraded member contain its WireGuard addresses, and its Peers leave out its podCIDRs.
+        // Policies for a masqueraded member contain its WireGuard addresses, and the Peers in it leave out its own podCIDRs.
         let networks = |node: &Node| (node.wireguard_ip.clone(), node.pod_cidrs.clone());
         let has_same_networks = |row: &ChangedRow<'_, Node>| row.before.map(networks) == row.after.map(networks);
         if self.kept.has_masqueraded && !changed.rows.iter().all(has_same_networks) {
@@ -241,7 +241,7 @@ impl<'a> MeshFollower<'a> {
         rows.filter(|(name, _)| !changed.rows.iter().any(|row| row.name == *name))
     }
 
-    /// No other Node has a key, or a network that overlaps one, which a changed Node has gained or lost.
+    /// No other Node has a key that a changed Node gained or lost, or a network that overlaps such a network.
     fn check_claims(
         &self,
         entry: &str,
@@ -258,9 +258,9 @@ impl<'a> MeshFollower<'a> {
                 (key, networks)
             });
             let is_silent = |node: Option<&Node>| node.map(Node::is_silent);
-            let keeps_rank = is_silent(row.before) == is_silent(row.after)
+            let keeps_precedence = is_silent(row.before) == is_silent(row.after)
                 && is_registered(was, row.name) == is_registered(is, row.name);
-            if keeps_rank && old.0 == new.0 {
+            if keeps_precedence && old.0 == new.0 {
                 networks.extend(old.1.symmetric_difference(&new.1));
             } else {
                 keys.extend(old.0.into_iter().chain(new.0));
@@ -273,7 +273,7 @@ impl<'a> MeshFollower<'a> {
             let with_key = all.filter(|node| node.public_key.value().is_some_and(|key| keys.contains(key)));
             let after = changed.rows.iter().filter_map(|row| row.after);
             let own = after.filter(|node| node.public_key.value().is_some());
-            // Each of the keys is that of one changed Node.
+            // Each key may occur once, in one changed Node.
             let own: BTreeSet<PublicKey> = own.filter_map(|node| node.public_key.value()).copied().collect();
             if with_key.count() > own.intersection(&keys).count() {
                 return Err("two Nodes have, or had, the same key");

@@ -33,7 +33,7 @@ pub(super) struct Pair<'p, 'a> {
 }
 
 impl<'p> Pair<'p, '_> {
-    /// Adds to `was` and `is` the changed nodes that have a Peer in the target, before and after.
+    /// Adds the changed Peers to the patch. Adds to `was` and `is` the changed nodes that have a Peer in the target, before and after.
     pub(super) fn follow(
         &self,
         patch: &mut Patch,
@@ -47,8 +47,9 @@ impl<'p> Pair<'p, '_> {
         }
         let id = self.new.mesh;
         let rows = self.changed.rows.iter();
-        let names = rows
-            .flat_map(|row| [false, true].map(|is_taken| self.new.naming.peer(id, self.source, row.name, is_taken)));
+        let names = rows.flat_map(|row| {
+            [false, true].map(|is_name_taken| self.new.naming.peer(id, self.source, row.name, is_name_taken))
+        });
         let target = &self.follower.kept.targets[self.target];
         if !target.unmatched.is_empty() {
             return Err("an existing Peer has another name, source or key than the planned one");
@@ -119,7 +120,8 @@ impl<'p> Pair<'p, '_> {
     fn parts_of(&self, row: &ChangedRow<'_, Node>, old: Option<&Named>) -> Result<Vec<IpNet>, Anew> {
         let Some((name, peer)) = old else {
             let id = self.new.mesh;
-            let names = [false, true].map(|is_taken| self.new.naming.peer(id, self.source, row.name, is_taken));
+            let names =
+                [false, true].map(|is_name_taken| self.new.naming.peer(id, self.source, row.name, is_name_taken));
             let is_of_node = |peer: &Arc<PlannedPeer>| peer.source == self.source && peer.node == row.name;
             if names.iter().filter_map(|name| self.planned().get(name)).any(is_of_node) {
                 return Err("the Peer of a changed Node depends on other Nodes");
@@ -129,7 +131,7 @@ impl<'p> Pair<'p, '_> {
         let planned = self
             .planned()
             .get(name)
-            .ok_or("the Peer of a changed Node has another name")?;
+            .ok_or("the last plan has no Peer of a changed Node with its name")?;
         let prefixes = &peer.spec.allowed_ips;
         let parts: Vec<IpNet> = planned.spec.allowed_ips.difference(prefixes).copied().collect();
         let mut expected = PlannedPeer::clone(peer);

@@ -20,11 +20,12 @@ use crate::{
 impl MeshFollower<'_> {
     /// Checks that the changed existing Peers do not change the plan.
     ///
-    /// The planner reads an existing Peer of its own mesh for these purposes:
+    /// The planner reads an existing Peer of its own mesh and of a connected source for these purposes:
     /// - The Peer of a node keeps its name.
     /// - An anchored network stays with its anchor.
-    /// - A keepalive for NATs may stay. An endpoint stays while a host name does not resolve, and a held node keeps its Peer: meshes with
-    ///   one of these are not followed ([`super::Kept::of`]).
+    /// - A keepalive for NATs may stay.
+    /// - An endpoint stays while a host name does not resolve, a held node keeps its Peer, and of two nodes with the same key the one that
+    ///   has a Peer wins: meshes with one of these are not followed ([`super::Kept::of`]).
     ///
     /// # Errors
     /// They may change it.
@@ -83,7 +84,7 @@ impl MeshFollower<'_> {
             let id = &self.after.mesh.id;
             self.after.naming.peer(id, &planned.source, &planned.node, false)
         };
-        let keeps_name = match (planned, row.after) {
+        let has_planned_key = match (planned, row.after) {
             (None, Some(_)) => return Err("a Peer that is not planned was created or changed"),
             (Some(planned), Some(after)) => {
                 let key = after.spec.as_ref().ok().map(|spec| spec.public_key);
@@ -98,8 +99,8 @@ impl MeshFollower<'_> {
             return Err("a Peer has the name of another source's Peer");
         }
         // Without an existing Peer that has its key, a node gets the name that the naming rule gives it.
-        if planned.is_some_and(|planned| !keeps_name && naming(planned) != row.name) {
-            return Err("a Peer with a name of its own has lost its key");
+        if planned.is_some_and(|planned| !has_planned_key && naming(planned) != row.name) {
+            return Err("a Peer whose name differs from the naming rule was deleted or got another key");
         }
         for spec in [&before, &after].into_iter().flatten() {
             let key = spec.public_key;
@@ -111,7 +112,7 @@ impl MeshFollower<'_> {
         self.check_keepalive(before.as_ref(), after.as_ref(), planned)
     }
 
-    /// No anchored network entered or left the existing Peer.
+    /// No part of an anchored network was added to the existing Peer, or removed from it.
     fn check_anchored(
         &self,
         before: Option<&PeerSpec>,
@@ -128,13 +129,13 @@ impl MeshFollower<'_> {
             has(before, net) != has(after, net) && anchored.iter().any(|anchored| anchored.contains(*net))
         };
         match nets.find(is_moved) {
-            Some(_) => Err("an anchored network entered or left a Peer"),
+            Some(_) => Err("a part of an anchored network was added to a Peer or removed from it"),
             None => Ok(()),
         }
     }
 
-    /// The keepalive for NATs stays if an existing Peer has it (`has_nat_keepalive` of the planner). That a Peer gets it changes nothing if
-    /// it is planned.
+    /// The planner keeps the keepalive for NATs if an existing Peer has it (`has_nat_keepalive`). If a Peer gains the keepalive that is
+    /// planned for it, nothing changes.
     fn check_keepalive(
         &self,
         before: Option<&PeerSpec>,

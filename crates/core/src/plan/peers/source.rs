@@ -26,7 +26,7 @@ use crate::{
 pub(in crate::plan) struct RegisteredPeers<'a, 'p> {
     /// By node, with the name.
     pub(in crate::plan) peers: BTreeMap<&'a str, (String, Arc<PlannedPeer>)>,
-    /// What is reported about them.
+    /// What is reported about them: skipped nodes by source, facts, and nodes without their InternalIP by source.
     pub(in crate::plan) reports: (
         BTreeMap<String, Vec<Skipped>>,
         BTreeSet<Fact>,

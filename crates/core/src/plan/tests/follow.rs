@@ -116,7 +116,7 @@ fn change_that_may_concern_other_nodes_is_not_followed() {
         mesh.seen.members.insert(secret("tenant"), stale);
         mesh.plan()
     };
-    assert_eq!(anew(stale), "a member became fresh or stale");
+    assert_eq!(anew(stale), "the state of an observation, or its reason, changed");
     let edited = |mesh: &mut Followed| {
         mesh.mesh.clusters[0].persistent_keepalive = 15;
         mesh.plan()
