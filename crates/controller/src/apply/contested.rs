@@ -26,37 +26,41 @@ impl Content {
 /// Our last write to one object, and the changes of the object by another client.
 #[derive(Debug)]
 pub(super) struct ObjectWrites {
-    pub(super) mesh: MeshId,
     /// The content of our last successful write. `None` = all our writes met a conflict.
     pub(super) last_written: Option<Content>,
-    /// The number of changes by the other client in a row.
-    changes: u32,
     /// When [`Self::record`] was called last.
     pub(super) recorded_at: Instant,
-    pub(super) backoff: Option<Backoff>,
+    /// Boxed, because few objects have one. `None` = the last write has changed what we had written before.
+    changes: Option<Box<Changes>>,
+}
+
+/// The changes of one object by another client in a row.
+#[derive(Debug)]
+struct Changes {
+    mesh: MeshId,
+    number: u32,
+    backoff: Option<Backoff>,
     /// The other client's field manager in `managedFields`.
     other_manager: Option<String>,
 }
 
 impl ObjectWrites {
-    pub(super) const fn new(mesh: MeshId, now: Instant) -> Self {
+    pub(super) const fn new(now: Instant) -> Self {
         Self {
-            mesh,
             last_written: None,
-            changes: 0,
             recorded_at: now,
-            backoff: None,
-            other_manager: None,
+            changes: None,
         }
     }
 
-    pub(super) const fn is_contested(&self) -> bool {
-        self.changes >= CONTESTED_AFTER
+    pub(super) fn backoff(&self) -> Option<&Backoff> {
+        self.changes.as_ref()?.backoff.as_ref()
     }
 
     /// Records a write of `content`, or a conflict if not `written`. Returns whether the object has just become contested.
     pub(super) fn record(
         &mut self,
+        mesh: &MeshId,
         content: Content,
         other_manager: Option<String>,
         written: bool,
@@ -66,31 +70,73 @@ impl ObjectWrites {
         if written {
             self.last_written = Some(content);
         }
+        self.recorded_at = now;
         if !is_changed_by_other {
-            (self.changes, self.backoff, self.recorded_at) = (0, None, now);
+            self.changes = None;
             return false;
         }
-        self.changes += 1;
-        (self.recorded_at, self.other_manager) = (now, other_manager.or(self.other_manager.take()));
+        let changes = self.changes.get_or_insert_with(|| {
+            Box::new(Changes {
+                mesh: mesh.clone(),
+                number: 0,
+                backoff: None,
+                other_manager: None,
+            })
+        });
+        changes.number += 1;
+        changes.other_manager = other_manager.or(changes.other_manager.take());
         // The backoff starts one change before the object is contested.
-        if self.changes + 1 >= CONTESTED_AFTER {
-            match &mut self.backoff {
+        if changes.number + 1 >= CONTESTED_AFTER {
+            match &mut changes.backoff {
                 Some(backoff) => backoff.record_failure(now),
-                None => self.backoff = Some(Backoff::new(now, MAX_REFUSED_PAUSE)),
+                None => changes.backoff = Some(Backoff::new(now, MAX_REFUSED_PAUSE)),
             }
         }
-        self.changes == CONTESTED_AFTER
+        changes.number == CONTESTED_AFTER
     }
 
-    /// The message in the status.
-    pub(super) fn message(&self) -> String {
-        let manager = self.other_manager.as_deref();
+    /// The message in the status of the mesh. `None` = the object is not contested, or is another mesh's.
+    pub(super) fn message(&self, mesh: &MeshId) -> Option<String> {
+        let changes = self.changes.as_ref()?;
+        if changes.mesh != *mesh || changes.number < CONTESTED_AFTER {
+            return None;
+        }
+        let manager = changes.other_manager.as_deref();
         let client = manager.map_or("another writer".to_owned(), |manager| {
             format!("field manager {manager:?}")
         });
-        format!(
+        Some(format!(
             "{client} changed it {} times in a row; one of the two writers has to stop",
-            self.changes
-        )
+            changes.number
+        ))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clustermesh_core::{
+        key::PublicKey,
+        observe::{Endpoint, PeerRole, PeerSpec},
+    };
+
+    use super::*;
+
+    #[test]
+    fn content_differs_in_name_key_and_endpoint() {
+        let item = |name: &str, key: u8, port: u16| {
+            let spec = PeerSpec {
+                public_key: PublicKey::new([key; 32]),
+                allowed_ips: [].into(),
+                endpoint: Some(Endpoint::Ip(([192, 0, 2, 1], port).into())),
+                candidates: vec![],
+                persistent_keepalive: 0,
+                role: PeerRole::Node,
+            };
+            Content::of(&Item::Peer(name.to_owned(), Some(spec)))
+        };
+        let first = item("a", 1, 1);
+        assert_eq!(first, item("a", 1, 1));
+        let others = [item("b", 1, 1), item("a", 2, 1), item("a", 1, 2)];
+        assert!(!others.contains(&first), "{others:?}");
     }
 }

@@ -164,7 +164,7 @@ impl Queue {
     fn backoff_until(&self, step: &Step, now: Instant) -> Option<Instant> {
         let key = key(step);
         let refused = self.refused.backoff_until(&step.mesh, &key);
-        let contested = self.object_writes.get(&key).and_then(|object| object.backoff.as_ref());
+        let contested = self.object_writes.get(&key).and_then(ObjectWrites::backoff);
         let until = refused.max(contested.map(Backoff::until));
         until.filter(|until| *until > now)
     }
@@ -440,8 +440,8 @@ impl Queue {
     /// Records a conflict, or a write that may have undone a change by another client. Returns whether the object becomes contested.
     fn record_change(&mut self, step: &Step, key: &Key, by: Option<String>, written: bool, now: Instant) -> bool {
         let object = self.object_writes.entry(key.clone());
-        let object = object.or_insert_with(|| ObjectWrites::new(step.mesh.clone(), now));
-        object.record(Content::of(&step.item), by, written, now)
+        let object = object.or_insert_with(|| ObjectWrites::new(now));
+        object.record(&step.mesh, Content::of(&step.item), by, written, now)
     }
 
     /// The problem of a mesh's writes: an outage of the member, refused or contested objects, or throttling. `None` = none of these.
@@ -453,8 +453,7 @@ impl Queue {
         let contested = self
             .object_writes
             .iter()
-            .filter(|(_, object)| object.mesh == *mesh && object.is_contested());
-        let contested = contested.map(|((kind, name), object)| (*kind, name, object.message()));
+            .filter_map(|((kind, name), object)| Some((*kind, name, object.message(mesh)?)));
         let mut all = contested.chain(refused);
         if let Some((kind, name, why)) = all.next() {
             let first = format!("{kind} {name}: {why}");
