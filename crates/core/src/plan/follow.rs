@@ -12,12 +12,13 @@ use std::{
 use super::{
     Fact, MeshPlan, Naming, Plan, PlannedPeer, Settings, Skipped, by_age, claims,
     link::uses_gateways,
+    location,
     mesh::{MeshPlanner, PreparedMesh},
     plan_and_keep,
     target::{KeptTarget, MemberTraits},
 };
 use crate::{
-    mesh::{Addressing, ClusterIdentity, Locations, Mesh, MeshId},
+    mesh::{Addressing, ClusterIdentity, Locations, Mesh, MeshId, Profile},
     observe::Observations,
     planner::Steps,
 };
@@ -248,8 +249,9 @@ impl Kept {
             same.count() > 1
         };
         let members = || mesh_members.values();
+        let has_masqueraded = members().any(|member| member.cluster.effective_addressing() == Addressing::Masqueraded);
         let mut pairs = members().flat_map(|one| members().map(move |other| (one, other)));
-        let conditions: [(bool, Anew); 9] = [
+        let conditions: [(bool, Anew); 12] = [
             (planned.paused, "the mesh is paused"),
             (
                 members().any(|member| is_shared(&member.cluster.identity)),
@@ -276,10 +278,25 @@ impl Kept {
                 "a member exports pods",
             ),
             (
-                registries
-                    .values()
-                    .any(|registry| !registry.held.is_empty() || !registry.segments.all_followers.is_empty()),
-                "a node is held, or is led by another node of its Kilo location",
+                registries.values().any(|registry| !registry.held.is_empty()),
+                "a node is held",
+            ),
+            (
+                // The existing Peers decide which node leads.
+                members().any(|member| member.last_observed().is_some_and(location::may_have_followers)),
+                "a node may be led by another node of its Kilo location",
+            ),
+            (
+                // The existing Peers decide which cluster-meshed member keeps the key.
+                registries.iter().any(|(name, registry)| {
+                    mesh_members[name].cluster.profile == Profile::ClusterMeshed && registry.has_duplicate_key()
+                }),
+                "two Nodes have the same key",
+            ),
+            (
+                // In a masqueraded target, the closed policy of a quarantined source contains the allowed IPs of its Peers.
+                has_masqueraded && members().any(|member| member.cluster.quarantine),
+                "a member is quarantined, and a member is masqueraded",
             ),
             (
                 planned
@@ -304,7 +321,7 @@ impl Kept {
             anchored: anchored.collect(),
             not_enforcing: not_enforcing.clone(),
             targets,
-            has_masqueraded: members().any(|member| member.cluster.effective_addressing() == Addressing::Masqueraded),
+            has_masqueraded,
         })
     }
 }

@@ -20,6 +20,7 @@ use crate::{
 mod addresses;
 mod anchors;
 mod existing_peers;
+mod follow;
 mod keys;
 mod kilo;
 mod locations;

@@ -12,7 +12,7 @@ use super::{Anew, MeshFollower, Patch, nodes::Changed};
 use crate::{
     diff::Item,
     key::PublicKey,
-    observe::{ChangedRow, Endpoint, Node},
+    observe::{ChangedRow, Endpoint, Node, PeerSpec},
     plan::{
         PlannedPeer, anchor, endpoint,
         nodes::RegisteredNode,
@@ -63,6 +63,9 @@ impl<'p> Pair<'p, '_> {
                 PeerPlanner::with_existing(inputs, self.target, &inputs.mesh_members[self.target], Some(only));
             planner.plan_registered(self.source, keepalive)
         };
+        for row in self.changed.rows {
+            self.check_own_name(row)?;
+        }
         let (planned_before, planned_after) = (plan(self.old, &names), plan(self.new, &only));
         if planned_before.reports != planned_after.reports {
             return Err("what is reported about the Peers of a changed Node is different");
@@ -81,6 +84,9 @@ impl<'p> Pair<'p, '_> {
                 target_plan.extend(old_name.map(|name| (name.clone(), None)));
                 continue;
             };
+            if !names.contains(name) {
+                return Err("the Peer of a changed Node keeps a name of its own");
+            }
             let mut peer = Arc::clone(peer);
             if !parts.is_empty() {
                 Arc::make_mut(&mut peer).spec.allowed_ips.extend(parts);
@@ -115,6 +121,33 @@ impl<'p> Pair<'p, '_> {
     /// The last plan of the target.
     fn planned(&self) -> &'p BTreeMap<String, Arc<PlannedPeer>> {
         &self.follower.planned.targets[self.target].peers
+    }
+
+    /// If a node is registered now, or is not any more, other nodes must not keep, or begin to keep, the name that the rule gives to it.
+    fn check_own_name(&self, row: &ChangedRow<'_, Node>) -> Result<(), Anew> {
+        let key = |inputs: &'p MeshInputs<'p>| {
+            let mut nodes = inputs.registries[self.source].registered.iter();
+            nodes.find(|node| node.node == row.name).map(|node| node.key)
+        };
+        let (old, new) = (key(self.old), key(self.new));
+        if old.is_some() == new.is_some() {
+            return Ok(());
+        }
+        let name = self.new.naming.peer(self.new.mesh, self.source, row.name, false);
+        let is_of_other = |peer: &Arc<PlannedPeer>| peer.source != self.source || peer.node != row.name;
+        let has_other_key = self
+            .existing(&name)
+            .is_some_and(|spec| ![old, new].contains(&Some(spec.public_key)));
+        if has_other_key || self.planned().get(&name).is_some_and(is_of_other) {
+            return Err("another Node may keep the name of a changed Node's Peer");
+        }
+        Ok(())
+    }
+
+    /// The spec of the existing Peer with this name.
+    fn existing(&self, name: &str) -> Option<&'p PeerSpec> {
+        let member = self.new.mesh_members[self.target].last_observed()?;
+        member.peers.as_ref()?.get(name)?.spec.as_ref().ok()
     }
 
     /// The keepalive of the source's Peers with an endpoint in this target, as the last plan has it.
@@ -180,6 +213,14 @@ impl<'p> Pair<'p, '_> {
         let mut anchored_endpoints = endpoints.filter(|ip| anchored.iter().any(|net| net.contains(ip)));
         if planned_after.runs_kg && anchored_endpoints.next().is_some() {
             return Err("an endpoint lies in an anchored network");
+        }
+        let [old_name, new_name] = [old, new].map(|planned| planned.map(|(name, _)| name));
+        let existing = new_name
+            .filter(|_| old_name != new_name)
+            .and_then(|name| self.existing(name));
+        let is_anchored = |part: &IpNet| anchored.iter().any(|net| net.contains(part));
+        if existing.is_some_and(|spec| spec.allowed_ips.iter().any(is_anchored)) {
+            return Err("the existing Peer of a changed Node contains an anchored network");
         }
         let suitability = |node: Option<&Node>, planned: Option<&Named>| {
             let (node, (_, peer)) = node.zip(planned)?;

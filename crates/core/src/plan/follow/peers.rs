@@ -23,8 +23,10 @@ impl MeshFollower<'_> {
     /// The planner reads an existing Peer of its own mesh for these purposes:
     /// - The Peer of a node keeps its name.
     /// - An anchored network stays with its anchor.
-    /// - A keepalive for NATs may stay. An endpoint stays while a host name does not resolve, and a held node keeps its Peer: meshes with
-    ///   one of these are not followed ([`super::Kept::of`]).
+    /// - A keepalive for NATs may stay.
+    /// - Of two nodes with the same key, the one with an existing Peer may keep the key. An existing Peer may make its node the leader of a
+    ///   Kilo location. An endpoint stays while a host name does not resolve, and a held node keeps its Peer. Meshes with one of these are
+    ///   not followed ([`super::Kept::of`]).
     ///
     /// # Errors
     /// They may change it.
@@ -82,17 +84,24 @@ impl MeshFollower<'_> {
         let keeps_name = match (planned, row.after) {
             (None, Some(_)) => return Err("a Peer that is not planned was created or changed"),
             (Some(planned), Some(after)) => {
-                if after.owner.source_cluster.as_deref() != Some(&*planned.source) {
-                    return Err("a Peer has the name of another source's Peer");
-                }
                 let key = after.spec.as_ref().ok().map(|spec| spec.public_key);
                 key == Some(planned.spec.public_key)
             }
             (_, None) => false,
         };
+        let mut sources = [row.before, row.after].into_iter().flatten();
+        let is_of_other =
+            |planned: &PlannedPeer| sources.any(|peer| peer.owner.source_cluster.as_deref() != Some(&*planned.source));
+        if planned.is_some_and(is_of_other) {
+            return Err("a Peer has, or had, the name of another source's Peer");
+        }
         // Without an existing Peer that has its key, a node gets the name that the naming rule gives it.
         if planned.is_some_and(|planned| !keeps_name && naming(planned) != row.name) {
             return Err("a Peer with a name of its own has lost its key");
+        }
+        let lost_key = planned.filter(|_| !keeps_name).map(|planned| planned.spec.public_key);
+        if lost_key.is_some_and(|key| self.has_other_peer(target, row.name, &key)) {
+            return Err("a Peer has lost its key, and another one has it");
         }
         for spec in [&before, &after].into_iter().flatten() {
             let key = spec.public_key;
@@ -155,6 +164,14 @@ impl MeshFollower<'_> {
             return patched.as_deref();
         }
         self.planned.targets.get(target)?.peers.get(name).map(|peer| &**peer)
+    }
+
+    /// Whether another existing Peer in the target has this key.
+    fn has_other_peer(&self, target: &str, name: &str, key: &PublicKey) -> bool {
+        let identity = &self.kept.traits[target].cluster.identity;
+        let member = self.after.seen.members.get(identity).and_then(Observation::last);
+        let mut peers = member.and_then(|member| member.peers.as_ref()).into_iter().flatten();
+        peers.any(|(other, peer)| other != name && peer.spec.as_ref().is_ok_and(|spec| spec.public_key == *key))
     }
 
     /// Whether a Peer with this key is planned.
