@@ -10,15 +10,13 @@ use std::{
 };
 
 use super::{
-    Fact, MeshPlan, Naming, Plan, PlannedPeer, Settings, Skipped, by_age, claims,
-    link::uses_gateways,
-    location,
+    Fact, MeshPlan, Naming, Plan, PlannedPeer, Settings, Skipped, by_age, claims, location,
     mesh::{MeshPlanner, PreparedMesh},
     plan_and_keep,
     target::{KeptTarget, MemberTraits},
 };
 use crate::{
-    mesh::{Addressing, ClusterIdentity, Locations, Mesh, MeshId, Profile},
+    mesh::{Addressing, ClusterIdentity, Mesh, MeshId, Profile},
     observe::Observations,
     planner::Steps,
 };
@@ -250,8 +248,7 @@ impl Kept {
         };
         let members = || mesh_members.values();
         let has_masqueraded = members().any(|member| member.cluster.effective_addressing() == Addressing::Masqueraded);
-        let mut pairs = members().flat_map(|one| members().map(move |other| (one, other)));
-        let conditions: [(bool, Anew); 12] = [
+        let conditions: [(bool, Anew); 9] = [
             (planned.paused, "the mesh is paused"),
             (
                 members().any(|member| is_shared(&member.cluster.identity)),
@@ -262,24 +259,13 @@ impl Kept {
                 "a member was not observed since the controller started",
             ),
             (
+                // Also if a node is held, or a member connects its locations or reaches Services through gateways.
                 has_shared_claims,
                 "Peers in one target may claim the same key, prefix or name",
             ),
             (
-                pairs.any(|(exporter, importer)| uses_gateways(exporter, importer)),
-                "a member reaches Services through gateways",
-            ),
-            (
-                members().any(|member| member.cluster.locations == Locations::Connected),
-                "a member connects its locations",
-            ),
-            (
                 members().any(|member| !member.cluster.exports.is_empty()),
                 "a member exports pods",
-            ),
-            (
-                registries.values().any(|registry| !registry.held.is_empty()),
-                "a node is held",
             ),
             (
                 // The existing Peers decide which node leads.
