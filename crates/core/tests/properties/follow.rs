@@ -9,12 +9,13 @@ use std::{
 use clustermesh_core::{
     diff::{Item, Step, diff},
     key::PublicKey,
-    mesh::{Addressing, Locations, Profile},
+    mesh::{Addressing, Locations, Mesh, Profile},
     observe::{Claim, Endpoint, Member, Node, Observation, Observations, ObservedPeer, Owner, Rows, Server},
     plan::{Anew, Plan, Settings, plan},
     planner::{Planner, Steps},
 };
 use clustermesh_scenarios::{Scenario, TestNaming, after_writes, identity, ip, node, scenario};
+use ipnet::IpNet;
 use proptest::{collection, prelude::*, sample::select, strategy::ValueTree, test_runner::TestRunner};
 
 /// The names of the nodes of each cluster.
@@ -35,6 +36,23 @@ enum Change {
     Peer(usize, usize, PeerEdit),
     /// A member becomes stale, or fresh again.
     Freshness(usize),
+    /// An entry of the first mesh is changed.
+    Entry(usize, EntryEdit),
+    /// Something else that was observed of a member changes.
+    Member(usize, MemberEdit),
+}
+
+#[derive(Debug, Clone, Copy)]
+enum EntryEdit {
+    Quarantine,
+    Keepalive,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum MemberEdit {
+    Policies,
+    Peers,
+    ApiEndpoint,
 }
 
 #[derive(Debug, Clone)]
@@ -45,7 +63,10 @@ enum Field {
     Silent,
     Agent,
     Key(Claim<PublicKey>),
-    WireguardAddress,
+    /// The key of another node.
+    KeyOf(usize, usize),
+    Created,
+    WireguardAddress(Claim<IpNet>),
     Endpoint(Claim<Endpoint>),
     Explicit(Claim<Endpoint>),
     InternalIp(Vec<IpAddr>),
@@ -63,6 +84,10 @@ enum PeerEdit {
     WithoutPrefixes,
     Unlabelled,
     Foreign,
+    Copied,
+    OfOtherSource,
+    /// The Peer gets the key of the next one.
+    OtherKey,
 }
 
 fn field(n: usize) -> impl Strategy<Value = Field> {
@@ -85,7 +110,9 @@ fn field(n: usize) -> impl Strategy<Value = Field> {
         1 => Just(Field::Silent),
         1 => Just(Field::Agent),
         3 => key.prop_map(Field::Key),
-        1 => Just(Field::WireguardAddress),
+        1 => (0usize..3, 0usize..5).prop_map(|(n, k)| Field::KeyOf(n, k)),
+        1 => Just(Field::Created),
+        1 => select(vec![Claim::Absent, Claim::Invalid("x".into())]).prop_map(Field::WireguardAddress),
         6 => endpoint.clone().prop_map(Field::Endpoint),
         2 => endpoint.prop_map(Field::Explicit),
         2 => collection::vec(address.clone(), 0..2).prop_map(Field::InternalIp),
@@ -113,13 +140,23 @@ fn change() -> impl Strategy<Value = Change> {
             PeerEdit::WithoutPrefixes,
             PeerEdit::Unlabelled,
             PeerEdit::Foreign,
+            PeerEdit::Copied,
+            PeerEdit::OfOtherSource,
+            PeerEdit::OtherKey,
         ][..],
     );
+    let entry = select(&[EntryEdit::Quarantine, EntryEdit::Keepalive][..]);
+    let member = select(&[MemberEdit::Policies, MemberEdit::Peers, MemberEdit::ApiEndpoint][..]);
+    let rare = prop_oneof![
+        2 => (0usize..3).prop_map(Change::Freshness),
+        1 => (0usize..3, entry).prop_map(|(n, edit)| Change::Entry(n, edit)),
+        1 => (0usize..3, member).prop_map(|(n, edit)| Change::Member(n, edit)),
+    ];
     prop_oneof![
         12 => of_node,
         8 => (0usize..3, prop_oneof![1 => Just(255u8), 1 => any::<u8>()]).prop_map(|(n, mask)| Change::Written(n, mask)),
-        2 => (0usize..3, 0usize..20, edit).prop_map(|(n, position, edit)| Change::Peer(n, position, edit)),
-        1 => (0usize..3).prop_map(Change::Freshness),
+        3 => (0usize..3, 0usize..20, edit).prop_map(|(n, position, edit)| Change::Peer(n, position, edit)),
+        1 => rare,
     ]
 }
 
@@ -178,7 +215,13 @@ fn set_field(node: &mut Node, field: &Field, keys: &[Vec<PublicKey>]) {
         Field::Silent => node.silent = !node.silent,
         Field::Agent => node.server = Server::Agent,
         Field::Key(key) => node.public_key = key.clone(),
-        Field::WireguardAddress => node.wireguard_ip = Claim::Absent,
+        Field::KeyOf(n, k) => {
+            if let Some(key) = keys[*n].get(*k) {
+                node.public_key = Claim::Valid(*key);
+            }
+        }
+        Field::Created => node.created = (node.created + 1) % 3,
+        Field::WireguardAddress(claim) => node.wireguard_ip = claim.clone(),
         Field::Endpoint(endpoint) => node.kilo_endpoint = endpoint.clone(),
         Field::Explicit(endpoint) => node.clustermesh_endpoint = endpoint.clone(),
         Field::InternalIp(addresses) => node.internal_ips = addresses.clone(),
@@ -196,6 +239,10 @@ fn edit_peer(member: &mut Member, position: usize, edit: PeerEdit) {
     let Some((name, mut peer)) = name.and_then(|name| Some((name.clone(), peers.get(&name)?.clone()))) else {
         return;
     };
+    let keys: Vec<PublicKey> = peers
+        .values()
+        .filter_map(|peer| Some(peer.spec.as_ref().ok()?.public_key))
+        .collect();
     match (edit, &mut peer.spec) {
         (PeerEdit::Deleted, _) => drop(peers.remove(&name)),
         (PeerEdit::Renamed, _) => {
@@ -205,6 +252,13 @@ fn edit_peer(member: &mut Member, position: usize, edit: PeerEdit) {
         (PeerEdit::Foreign, _) => {
             peer.owner = Owner::default();
             peers.insert(format!("{name}-foreign"), peer);
+        }
+        (PeerEdit::Copied, _) => {
+            peers.insert(format!("{name}-copied"), peer);
+        }
+        (PeerEdit::OfOtherSource, _) => {
+            peer.owner.source_cluster = Some(format!("c{}", position % 3));
+            peers.insert(name, peer);
         }
         (PeerEdit::Unlabelled, _) => {
             peer.owner.mesh = None;
@@ -222,7 +276,11 @@ fn edit_peer(member: &mut Member, position: usize, edit: PeerEdit) {
             spec.allowed_ips.clear();
             peers.insert(name, peer);
         }
-        (PeerEdit::Keepalive | PeerEdit::Endpoint | PeerEdit::WithoutPrefixes, Err(_)) => {}
+        (PeerEdit::OtherKey, Ok(spec)) => {
+            spec.public_key = keys[(position + 1) % keys.len()];
+            peers.insert(name, peer);
+        }
+        (_, Err(_)) => {}
     }
 }
 
@@ -239,7 +297,7 @@ fn write(member: &mut Member, step: &Step) {
     }
 }
 
-fn apply(seen: &mut Observations, change: &Change, last: &Plan) {
+fn apply(meshes: &mut [Mesh], seen: &mut Observations, change: &Change, last: &Plan) {
     let keys: Vec<Vec<PublicKey>> = (0..3)
         .map(|n| {
             let member = seen.members[&identity(n)].last();
@@ -281,6 +339,23 @@ fn apply(seen: &mut Observations, change: &Change, last: &Plan) {
                 edit_peer(member, *position, *edit);
             }
         }
+        Change::Entry(n, edit) => {
+            let entry = &mut meshes[0].clusters[*n];
+            match edit {
+                EntryEdit::Quarantine => entry.quarantine = !entry.quarantine,
+                EntryEdit::Keepalive => entry.persistent_keepalive = 15 - entry.persistent_keepalive,
+            }
+        }
+        Change::Member(n, edit) => {
+            let Some(member) = member_mut(seen, *n) else { return };
+            match edit {
+                MemberEdit::Policies => {
+                    member.policies = member.policies.is_none().then(BTreeMap::new);
+                }
+                MemberEdit::Peers => member.peers = member.peers.is_none().then(Rows::default),
+                MemberEdit::ApiEndpoint => drop(member.api_endpoints.insert("172.30.1.9:6443".parse().unwrap())),
+            }
+        }
         Change::Freshness(n) => {
             let observation = seen.members.get_mut(&identity(*n)).unwrap();
             *observation = match observation.clone() {
@@ -303,16 +378,19 @@ fn all_steps(plan: &Plan, seen: &Observations) -> Steps {
 /// Plans after each group of changes. Returns for each group whether it was followed, and else why not.
 fn follow(scenario: &Scenario, changes: &[Vec<Change>]) -> Result<Vec<Option<Anew>>, TestCaseError> {
     let (settings, mut planner) = (Settings::default(), Planner::default());
+    let mut meshes = scenario.meshes.clone();
     let mut seen = Arc::new(scenario.seen.clone());
-    let mut last = planner.plan(&scenario.meshes, &seen, &settings, &TestNaming).plan;
+    let mut last = planner.plan(&meshes, &seen, &settings, &TestNaming).plan;
     let mut outcomes = Vec::new();
     for group in changes {
         let mut next = Observations::clone(&seen);
-        group.iter().for_each(|change| apply(&mut next, change, &last));
+        group
+            .iter()
+            .for_each(|change| apply(&mut meshes, &mut next, change, &last));
         drop(last);
         seen = Arc::new(next);
-        let planned = planner.plan(&scenario.meshes, &seen, &settings, &TestNaming);
-        let anew = plan(&scenario.meshes, &seen, &settings, &TestNaming);
+        let planned = planner.plan(&meshes, &seen, &settings, &TestNaming);
+        let anew = plan(&meshes, &seen, &settings, &TestNaming);
         prop_assert_eq!(&*planned.plan, &anew);
         prop_assert_eq!(planned.steps, &all_steps(&anew, &seen));
         outcomes.push(planned.anew);
