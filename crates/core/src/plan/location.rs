@@ -61,8 +61,11 @@ pub(super) fn may_have_followers(member: &Member) -> bool {
     locations.any(|nodes| nodes.iter().filter(can_be_grouped).count() > 1)
 }
 
+/// Nodes with their names, by location.
+type NodesByLocation<'a> = BTreeMap<&'a str, Vec<(&'a str, &'a Node)>>;
+
 /// The nodes that kg may group, by location, and whether a node publishes the granularity `location`.
-fn group(member: &Member) -> (bool, BTreeMap<&str, Vec<(&str, &Node)>>) {
+fn group(member: &Member) -> (bool, NodesByLocation<'_>) {
     let published: BTreeSet<Granularity> = member.nodes.values().filter_map(|node| node.granularity).collect();
     let is_location_published = published.contains(&Granularity::Location);
     // If no node publishes a granularity, kg is restarting on all nodes at once. Then the nodes are grouped, because the granularity may be
@@ -70,7 +73,7 @@ fn group(member: &Member) -> (bool, BTreeMap<&str, Vec<(&str, &Node)>>) {
     if !is_location_published && !published.is_empty() {
         return (false, BTreeMap::new());
     }
-    let mut locations: BTreeMap<&str, Vec<(&str, &Node)>> = BTreeMap::new();
+    let mut locations = NodesByLocation::new();
     for (name, node) in &member.nodes {
         let is_grouped = matches!(node.granularity, None | Some(Granularity::Location)) && node.server != Server::Agent;
         // A node without a private address is a segment by itself, because other nodes reach it only through the tunnel.

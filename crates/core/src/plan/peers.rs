@@ -165,7 +165,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             let Some(peer) = self.hold_node(source, mesh_member, node) else {
                 continue;
             };
-            let observed = mesh_member.last_observed().and_then(|member| member.nodes.get(*node));
+            let observed = mesh_member.last_observed().and_then(|member| member.nodes.get(node));
             if observed.is_some_and(|observed| observed.ready && !observed.deleting) {
                 // The node is Ready and will probably publish again soon: it keeps its anchored networks.
                 parts.retain(|part| !peer.spec.allowed_ips.contains(part));
@@ -508,16 +508,19 @@ impl OwnNames<'_> {
     }
 }
 
+/// What a plan of Peers reports: the skipped nodes by source, the facts, and the nodes without their InternalIP by source.
+type Reports = (
+    BTreeMap<String, Vec<Skipped>>,
+    BTreeSet<Fact>,
+    BTreeMap<String, BTreeSet<String>>,
+);
+
 /// The Peers of some registered nodes of one source, without anchored networks.
 pub(super) struct RegisteredPeers<'a, 'p> {
     /// By node, with the name.
     pub(super) peers: BTreeMap<&'a str, (String, Arc<PlannedPeer>)>,
     /// What is reported about them.
-    pub(super) reports: (
-        BTreeMap<String, Vec<Skipped>>,
-        BTreeSet<Fact>,
-        BTreeMap<String, BTreeSet<String>>,
-    ),
+    pub(super) reports: Reports,
     /// The result of [`runs_kg`] for the target.
     pub(super) runs_kg: bool,
     discovered: (&'p Discovered, Discovered),
