@@ -13,7 +13,7 @@ fn write(member: &mut Member, step: &Step) {
         Item::Peer(name, spec) => {
             let peers = member.peers.as_mut().expect("no Peer is written if its CRD is missing");
             match spec {
-                Some(spec) => drop(peers.insert(name, ObservedPeer { owner, spec: Ok(spec) })),
+                Some(spec) => peers.insert(name, ObservedPeer { owner, spec: Ok(spec) }),
                 None => drop(peers.remove(&name)),
             }
         }

@@ -116,7 +116,7 @@ pub(super) fn report(mesh: &Mesh, planned: &mut MeshPlan, seen: &Observations) {
         for (net, nodes) in &mut report.anchored {
             nodes.extend(carriers.remove(&(&*cluster.name, *net)).unwrap_or_default());
             let previous = cluster.previous_anchors.get(net).into_iter().flatten();
-            let kept = previous.filter(|node| has_unobserved_target && source.nodes.contains_key(*node));
+            let kept = previous.filter(|node| has_unobserved_target && source.nodes.contains_key(node));
             nodes.extend(kept.cloned());
         }
         let is_reported =

@@ -10,16 +10,15 @@ use std::{
 };
 
 use super::{
-    Fact, MeshPlan, Naming, Plan, PlannedPeer, Reason, Settings, Skipped, by_age, claims,
-    link::uses_gateways,
+    Fact, MeshPlan, Naming, Plan, PlannedPeer, Settings, Skipped, by_age, claims, location,
     mesh::{MeshPlanner, PreparedMesh},
     peers::existing::is_matched,
     plan_and_keep,
     target::{KeptTarget, MemberTraits, MeshMember},
 };
 use crate::{
-    mesh::{Addressing, ClusterIdentity, Locations, Mesh, MeshId},
-    observe::{Granularity, Observations},
+    mesh::{Addressing, ClusterIdentity, Mesh, MeshId, Profile},
+    observe::Observations,
 };
 
 mod changes;
@@ -249,15 +248,8 @@ impl Kept {
             same.count() > 1
         };
         let members = || mesh_members.values();
-        let mut pairs = members().flat_map(|one| members().map(move |other| (one, other)));
-        let nodes = || {
-            members()
-                .filter_map(MeshMember::last_observed)
-                .flat_map(|member| member.nodes.values())
-        };
-        let skipped = || registries.values().flat_map(|registry| &registry.skipped);
         let is_masqueraded = |member: &MeshMember<'_>| member.cluster.effective_addressing() == Addressing::Masqueraded;
-        let conditions: [(bool, Anew); 13] = [
+        let conditions: [(bool, Anew); 10] = [
             (planned.paused, "the mesh is paused"),
             (
                 members().any(|member| is_shared(&member.cluster.identity)),
@@ -268,7 +260,10 @@ impl Kept {
                 "a member was not observed since the controller started",
             ),
             (
-                skipped().any(|skipped| skipped.reason == Reason::PublicKeyDuplicate),
+                // The existing Peers decide which cluster-meshed member keeps the key.
+                registries.iter().any(|(name, registry)| {
+                    mesh_members[name].cluster.profile == Profile::ClusterMeshed && registry.has_duplicate_key()
+                }),
                 "two nodes have the same key",
             ),
             (
@@ -276,34 +271,23 @@ impl Kept {
                 "an existing Peer has no mesh label, or the key of a Peer that is planned with another name",
             ),
             (
-                nodes().any(|node| node.granularity == Some(Granularity::Location)),
-                "kg groups the nodes of a member by location",
+                // The existing Peers decide which node leads.
+                members().any(|member| member.last_observed().is_some_and(location::may_have_followers)),
+                "a node may be led by another node of its Kilo location",
             ),
             (
+                // In a masqueraded target, the closed policy of a quarantined source contains the allowed IPs of its Peers.
                 members().any(is_masqueraded) && members().any(|member| member.cluster.quarantine),
                 "a member is masqueraded, and one is quarantined",
             ),
             (
+                // Also if a node is held, or a member connects its locations or reaches Services through gateways.
                 has_shared_claims,
                 "Peers in one target may claim the same key, prefix or name",
             ),
             (
-                pairs.any(|(exporter, importer)| uses_gateways(exporter, importer)),
-                "a member reaches Services through gateways",
-            ),
-            (
-                members().any(|member| member.cluster.locations == Locations::Connected),
-                "a member connects its locations",
-            ),
-            (
                 members().any(|member| !member.cluster.exports.is_empty()),
                 "a member exports pods",
-            ),
-            (
-                registries
-                    .values()
-                    .any(|registry| !registry.held.is_empty() || !registry.segments.all_followers.is_empty()),
-                "a node is held, or is led by another node of its Kilo location",
             ),
             (
                 planned

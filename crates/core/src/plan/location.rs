@@ -23,25 +23,7 @@ pub(super) struct Segments<'a> {
 /// whole cluster, and kg removes its annotation at each restart, so a node without the annotation is treated like the others.
 pub(super) fn segments<'a>(member: &'a Member, can_hold: &dyn Fn(&str, &Node) -> bool) -> Segments<'a> {
     let mut found = Segments::default();
-    let published: BTreeSet<Granularity> = member.nodes.values().filter_map(|node| node.granularity).collect();
-    let is_location_published = published.contains(&Granularity::Location);
-    // If no node publishes a granularity, kg is restarting on all nodes at once. Then the nodes are grouped, because the granularity may be
-    // `location`.
-    if !is_location_published && !published.is_empty() {
-        return found;
-    }
-    let mut locations: BTreeMap<&str, Vec<(&str, &Node)>> = BTreeMap::new();
-    for (name, node) in &member.nodes {
-        let is_grouped = matches!(node.granularity, None | Some(Granularity::Location)) && node.server != Server::Agent;
-        // A node without a private address is a segment by itself, because other nodes reach it only through the tunnel.
-        // kg annotates the private address, and removes the annotation while it restarts. Meanwhile the Node's InternalIPs show
-        // whether the node has one.
-        let has_private_address =
-            node.kilo_internal_ip.is_some() || (node.granularity.is_none() && !node.internal_ips.is_empty());
-        if is_grouped && has_private_address {
-            locations.entry(&node.location).or_default().push((name, node));
-        }
-    }
+    let (is_location_published, locations) = group(member);
     for nodes in locations.into_values() {
         // kg writes wireguard-ip "" on nodes that do not lead. So two nodes claim a WireGuard address only if one of them
         // is dead or has just lost the lead. The leader is the first that exists of:
@@ -49,7 +31,6 @@ pub(super) fn segments<'a>(member: &'a Member, can_hold: &dyn Fn(&str, &Node) ->
         // - a held node, on which kg is restarting
         // - a silent node that claims an address
         // If no granularity is published, only a held node can lead.
-        let claims = |node: &Node| node.wireguard_ip.value().is_some();
         let claiming = || nodes.iter().filter(|(_, node)| is_location_published && claims(node));
         let kg_order =
             |(name, node): &&(&'a str, &'a Node)| (!node.ready, !node.is_preferred_leader, !is_public(node), *name);
@@ -69,6 +50,46 @@ pub(super) fn segments<'a>(member: &'a Member, can_hold: &dyn Fn(&str, &Node) ->
         found.followers_by_leader.insert(leader, followers);
     }
     found
+}
+
+/// Whether a node of the member may be led by another one, whatever Peers exist.
+pub(super) fn may_have_followers(member: &Member) -> bool {
+    let (is_location_published, locations) = group(member);
+    // If no granularity is published, neither the leader nor its followers claim an address.
+    let can_be_grouped = |(_, node): &&(&str, &Node)| is_location_published || !claims(node);
+    let mut locations = locations.values();
+    locations.any(|nodes| nodes.iter().filter(can_be_grouped).count() > 1)
+}
+
+/// Nodes with their names, by location.
+type NodesByLocation<'a> = BTreeMap<&'a str, Vec<(&'a str, &'a Node)>>;
+
+/// The nodes that kg may group, by location, and whether a node publishes the granularity `location`.
+fn group(member: &Member) -> (bool, NodesByLocation<'_>) {
+    let published: BTreeSet<Granularity> = member.nodes.values().filter_map(|node| node.granularity).collect();
+    let is_location_published = published.contains(&Granularity::Location);
+    // If no node publishes a granularity, kg is restarting on all nodes at once. Then the nodes are grouped, because the granularity may be
+    // `location`.
+    if !is_location_published && !published.is_empty() {
+        return (false, BTreeMap::new());
+    }
+    let mut locations = NodesByLocation::new();
+    for (name, node) in &member.nodes {
+        let is_grouped = matches!(node.granularity, None | Some(Granularity::Location)) && node.server != Server::Agent;
+        // A node without a private address is a segment by itself, because other nodes reach it only through the tunnel.
+        // kg annotates the private address, and removes the annotation while it restarts. Meanwhile the Node's InternalIPs show
+        // whether the node has one.
+        let has_private_address =
+            node.kilo_internal_ip.is_some() || (node.granularity.is_none() && !node.internal_ips.is_empty());
+        if is_grouped && has_private_address {
+            locations.entry(&node.location).or_default().push((name, node));
+        }
+    }
+    (is_location_published, locations)
+}
+
+fn claims(node: &Node) -> bool {
+    node.wireguard_ip.value().is_some()
 }
 
 /// Whether kg treats the node's endpoint as public: every address outside RFC 1918 and fd00::/16, including shared address space

@@ -30,6 +30,7 @@ mod networks_in_use;
 mod nodes;
 mod ownership;
 mod sandbox;
+mod wide_changes;
 
 struct TestNaming;
 

@@ -9,12 +9,13 @@ use std::{
 use clustermesh_core::{
     diff::{Item, Step, diff},
     key::PublicKey,
-    mesh::{Addressing, Locations, Profile},
+    mesh::{Addressing, Locations, Mesh, Profile},
     observe::{Claim, Endpoint, Member, Node, Observation, Observations, ObservedPeer, Owner, Rows, Server},
     plan::{Anew, Plan, Settings, plan},
     planner::{Planner, Steps},
 };
 use clustermesh_scenarios::{Scenario, TestNaming, after_writes, identity, ip, node, scenario};
+use ipnet::IpNet;
 use proptest::{collection, prelude::*, sample::select, strategy::ValueTree, test_runner::TestRunner};
 
 /// The names of the nodes of each cluster.
@@ -29,14 +30,29 @@ enum Change {
     Field(usize, usize, Field),
     /// A Node is deleted.
     NodeGone(usize, usize),
-    /// A Node has the key of another one of its cluster, which is deleted in half of the cases.
-    NodeRenamed(usize, usize, usize, bool),
-    /// Writes the steps of a member whose position modulo 8 is a bit of the mask.
+    /// The steps of a member whose position has a bit in the mask are written.
     Written(usize, u8),
     /// An existing Peer is changed, deleted or added by someone else.
     Peer(usize, usize, PeerEdit),
     /// A member becomes stale, or fresh again.
     Freshness(usize),
+    /// An entry of the first mesh is changed.
+    Entry(usize, EntryEdit),
+    /// Something else that was observed of a member changes.
+    Member(usize, MemberEdit),
+}
+
+#[derive(Debug, Clone, Copy)]
+enum EntryEdit {
+    Quarantine,
+    Keepalive,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum MemberEdit {
+    Policies,
+    Peers,
+    ApiEndpoint,
 }
 
 #[derive(Debug, Clone)]
@@ -45,9 +61,12 @@ enum Field {
     Deleting,
     Leaving,
     Silent,
-    ServedByAgent,
+    Agent,
     Key(Claim<PublicKey>),
-    NoWireguardAddress,
+    /// The key of another node.
+    KeyOf(usize, usize),
+    Created,
+    WireguardAddress(Claim<IpNet>),
     Endpoint(Claim<Endpoint>),
     Explicit(Claim<Endpoint>),
     InternalIp(Vec<IpAddr>),
@@ -60,14 +79,15 @@ enum Field {
 enum PeerEdit {
     Deleted,
     Renamed,
-    Copied,
-    Key(usize, usize),
-    Source(usize),
     Keepalive,
     Endpoint,
     WithoutPrefixes,
     Unlabelled,
     Foreign,
+    Copied,
+    OfOtherSource,
+    /// The Peer gets the key of the next one.
+    OtherKey,
 }
 
 fn field(n: usize) -> impl Strategy<Value = Field> {
@@ -88,9 +108,11 @@ fn field(n: usize) -> impl Strategy<Value = Field> {
         1 => Just(Field::Deleting),
         1 => Just(Field::Leaving),
         1 => Just(Field::Silent),
-        1 => Just(Field::ServedByAgent),
+        1 => Just(Field::Agent),
         3 => key.prop_map(Field::Key),
-        1 => Just(Field::NoWireguardAddress),
+        1 => (0usize..3, 0usize..5).prop_map(|(n, k)| Field::KeyOf(n, k)),
+        1 => Just(Field::Created),
+        1 => select(vec![Claim::Absent, Claim::Invalid("x".into())]).prop_map(Field::WireguardAddress),
         6 => endpoint.clone().prop_map(Field::Endpoint),
         2 => endpoint.prop_map(Field::Explicit),
         2 => collection::vec(address.clone(), 0..2).prop_map(Field::InternalIp),
@@ -107,31 +129,34 @@ fn change() -> impl Strategy<Value = Change> {
             2 => node(n, number).prop_map(move |node| Change::Node(n, k, Box::new(node))),
             6 => field(n).prop_map(move |field| Change::Field(n, k, field)),
             1 => Just(Change::NodeGone(n, k)),
-            1 => (0usize..5, any::<bool>()).prop_map(move |(other, gone)| Change::NodeRenamed(n, k, other, gone)),
         ]
     });
     let edit = select(
         &[
             PeerEdit::Deleted,
             PeerEdit::Renamed,
-            PeerEdit::Copied,
             PeerEdit::Keepalive,
             PeerEdit::Endpoint,
             PeerEdit::WithoutPrefixes,
             PeerEdit::Unlabelled,
             PeerEdit::Foreign,
+            PeerEdit::Copied,
+            PeerEdit::OfOtherSource,
+            PeerEdit::OtherKey,
         ][..],
     );
-    let edit = prop_oneof![
-        8 => edit,
-        1 => (0usize..3, 0usize..5).prop_map(|(n, k)| PeerEdit::Key(n, k)),
-        1 => (0usize..3).prop_map(PeerEdit::Source),
+    let entry = select(&[EntryEdit::Quarantine, EntryEdit::Keepalive][..]);
+    let member = select(&[MemberEdit::Policies, MemberEdit::Peers, MemberEdit::ApiEndpoint][..]);
+    let rare = prop_oneof![
+        2 => (0usize..3).prop_map(Change::Freshness),
+        1 => (0usize..3, entry).prop_map(|(n, edit)| Change::Entry(n, edit)),
+        1 => (0usize..3, member).prop_map(|(n, edit)| Change::Member(n, edit)),
     ];
     prop_oneof![
         12 => of_node,
         8 => (0usize..3, prop_oneof![1 => Just(255u8), 1 => any::<u8>()]).prop_map(|(n, mask)| Change::Written(n, mask)),
-        2 => (0usize..3, 0usize..20, edit).prop_map(|(n, position, edit)| Change::Peer(n, position, edit)),
-        1 => (0usize..3).prop_map(Change::Freshness),
+        3 => (0usize..3, 0usize..20, edit).prop_map(|(n, position, edit)| Change::Peer(n, position, edit)),
+        1 => rare,
     ]
 }
 
@@ -188,9 +213,15 @@ fn set_field(node: &mut Node, field: &Field, keys: &[Vec<PublicKey>]) {
         Field::Deleting => node.deleting = !node.deleting,
         Field::Leaving => node.leaving = !node.leaving,
         Field::Silent => node.silent = !node.silent,
-        Field::ServedByAgent => node.server = Server::Agent,
+        Field::Agent => node.server = Server::Agent,
         Field::Key(key) => node.public_key = key.clone(),
-        Field::NoWireguardAddress => node.wireguard_ip = Claim::Absent,
+        Field::KeyOf(n, k) => {
+            if let Some(key) = keys[*n].get(*k) {
+                node.public_key = Claim::Valid(*key);
+            }
+        }
+        Field::Created => node.created = (node.created + 1) % 3,
+        Field::WireguardAddress(claim) => node.wireguard_ip = claim.clone(),
         Field::Endpoint(endpoint) => node.kilo_endpoint = endpoint.clone(),
         Field::Explicit(endpoint) => node.clustermesh_endpoint = endpoint.clone(),
         Field::InternalIp(addresses) => node.internal_ips = addresses.clone(),
@@ -202,32 +233,32 @@ fn set_field(node: &mut Node, field: &Field, keys: &[Vec<PublicKey>]) {
     }
 }
 
-fn edit_peer(member: &mut Member, position: usize, edit: PeerEdit, keys: &[Vec<PublicKey>]) {
+fn edit_peer(member: &mut Member, position: usize, edit: PeerEdit) {
     let Some(peers) = &mut member.peers else { return };
     let name = peers.keys().nth(position).map(str::to_owned);
     let Some((name, mut peer)) = name.and_then(|name| Some((name.clone(), peers.get(&name)?.clone()))) else {
         return;
     };
+    let keys: Vec<PublicKey> = peers
+        .values()
+        .filter_map(|peer| Some(peer.spec.as_ref().ok()?.public_key))
+        .collect();
     match (edit, &mut peer.spec) {
         (PeerEdit::Deleted, _) => drop(peers.remove(&name)),
         (PeerEdit::Renamed, _) => {
             peers.remove(&name);
             peers.insert(format!("{name}-renamed"), peer);
         }
-        (PeerEdit::Copied, _) => peers.insert(format!("{name}-copy"), peer),
-        (PeerEdit::Source(n), _) => {
-            peer.owner.source_cluster = Some(format!("c{n}"));
-            peers.insert(name, peer);
-        }
-        (PeerEdit::Key(n, k), Ok(spec)) => {
-            if let Some(key) = keys[n].get(k) {
-                spec.public_key = *key;
-                peers.insert(name, peer);
-            }
-        }
         (PeerEdit::Foreign, _) => {
             peer.owner = Owner::default();
             peers.insert(format!("{name}-foreign"), peer);
+        }
+        (PeerEdit::Copied, _) => {
+            peers.insert(format!("{name}-copied"), peer);
+        }
+        (PeerEdit::OfOtherSource, _) => {
+            peer.owner.source_cluster = Some(format!("c{}", position % 3));
+            peers.insert(name, peer);
         }
         (PeerEdit::Unlabelled, _) => {
             peer.owner.mesh = None;
@@ -245,7 +276,11 @@ fn edit_peer(member: &mut Member, position: usize, edit: PeerEdit, keys: &[Vec<P
             spec.allowed_ips.clear();
             peers.insert(name, peer);
         }
-        (PeerEdit::Key(..) | PeerEdit::Keepalive | PeerEdit::Endpoint | PeerEdit::WithoutPrefixes, Err(_)) => {}
+        (PeerEdit::OtherKey, Ok(spec)) => {
+            spec.public_key = keys[(position + 1) % keys.len()];
+            peers.insert(name, peer);
+        }
+        (_, Err(_)) => {}
     }
 }
 
@@ -262,7 +297,7 @@ fn write(member: &mut Member, step: &Step) {
     }
 }
 
-fn apply(seen: &mut Observations, change: &Change, last: &Plan) {
+fn apply(meshes: &mut [Mesh], seen: &mut Observations, change: &Change, last: &Plan) {
     let keys: Vec<Vec<PublicKey>> = (0..3)
         .map(|n| {
             let member = seen.members[&identity(n)].last();
@@ -290,17 +325,6 @@ fn apply(seen: &mut Observations, change: &Change, last: &Plan) {
                 member.nodes.remove(NODES[*k]);
             }
         }
-        Change::NodeRenamed(n, k, other, gone) => {
-            let Some(member) = member_mut(seen, *n) else { return };
-            let Some(mut node) = member.nodes.get(NODES[*other]).cloned() else {
-                return;
-            };
-            node.created = member.nodes.get(NODES[*k]).map_or(node.created, |old| old.created);
-            if *gone {
-                member.nodes.remove(NODES[*other]);
-            }
-            member.nodes.insert(NODES[*k].to_owned(), node);
-        }
         Change::Written(n, mask) => {
             let Some(member) = member_mut(seen, *n) else { return };
             let steps = diff(last, &identity(*n), member);
@@ -312,7 +336,24 @@ fn apply(seen: &mut Observations, change: &Change, last: &Plan) {
         }
         Change::Peer(n, position, edit) => {
             if let Some(member) = member_mut(seen, *n) {
-                edit_peer(member, *position, *edit, &keys);
+                edit_peer(member, *position, *edit);
+            }
+        }
+        Change::Entry(n, edit) => {
+            let entry = &mut meshes[0].clusters[*n];
+            match edit {
+                EntryEdit::Quarantine => entry.quarantine = !entry.quarantine,
+                EntryEdit::Keepalive => entry.persistent_keepalive = 15 - entry.persistent_keepalive,
+            }
+        }
+        Change::Member(n, edit) => {
+            let Some(member) = member_mut(seen, *n) else { return };
+            match edit {
+                MemberEdit::Policies => {
+                    member.policies = member.policies.is_none().then(BTreeMap::new);
+                }
+                MemberEdit::Peers => member.peers = member.peers.is_none().then(Rows::default),
+                MemberEdit::ApiEndpoint => drop(member.api_endpoints.insert("172.30.1.9:6443".parse().unwrap())),
             }
         }
         Change::Freshness(n) => {
@@ -337,16 +378,19 @@ fn all_steps(plan: &Plan, seen: &Observations) -> Steps {
 /// Plans after each group of changes. Returns for each group whether it was followed, and else why not.
 fn follow(scenario: &Scenario, changes: &[Vec<Change>]) -> Result<Vec<Option<Anew>>, TestCaseError> {
     let (settings, mut planner) = (Settings::default(), Planner::default());
+    let mut meshes = scenario.meshes.clone();
     let mut seen = Arc::new(scenario.seen.clone());
-    let mut last = planner.plan(&scenario.meshes, &seen, &settings, &TestNaming).plan;
+    let mut last = planner.plan(&meshes, &seen, &settings, &TestNaming).plan;
     let mut outcomes = Vec::new();
     for group in changes {
         let mut next = Observations::clone(&seen);
-        group.iter().for_each(|change| apply(&mut next, change, &last));
+        group
+            .iter()
+            .for_each(|change| apply(&mut meshes, &mut next, change, &last));
         drop(last);
         seen = Arc::new(next);
-        let planned = planner.plan(&scenario.meshes, &seen, &settings, &TestNaming);
-        let anew = plan(&scenario.meshes, &seen, &settings, &TestNaming);
+        let planned = planner.plan(&meshes, &seen, &settings, &TestNaming);
+        let anew = plan(&meshes, &seen, &settings, &TestNaming);
         prop_assert_eq!(&*planned.plan, &anew);
         prop_assert_eq!(planned.steps, &all_steps(&anew, &seen));
         outcomes.push(planned.anew);

@@ -14,10 +14,11 @@ use super::{Anew, MeshFollower, Patch, ReportPatch, changes::MemberChanges, pair
 use crate::{
     key::PublicKey,
     mesh::Profile,
-    observe::{ChangedRow, Granularity, Member, Node, Observation, Rows, Server},
+    observe::{ChangedRow, Member, Node, Observation, Rows},
     plan::{
         MeshPlan, discovered,
         link::{self, Link},
+        location,
         mesh::MeshPlanner,
         networks_in_use,
         nodes::{self, NodeRegistry, RegistryBuilder},
@@ -91,15 +92,6 @@ impl<'a> MeshFollower<'a> {
             }
             if was.facts != is.facts || was.uncovered != is.uncovered {
                 return Err("what is reported about the Nodes of a member changed");
-            }
-            let is_lost_by_kg = |row: &ChangedRow<'_, Node>| {
-                row.after.is_some_and(|node| node.server != Server::Agent)
-                    && is_registered(was, row.name)
-                    && !is_registered(is, row.name)
-            };
-            // It could lead other nodes as if kg was restarting.
-            if changed.rows.iter().any(is_lost_by_kg) {
-                return Err("a node of kg is no longer registered");
             }
             self.check_anchored_networks(entry, changed, was, is)?;
             self.check_claims(entry, changed, was, is)?;
@@ -180,12 +172,8 @@ impl<'a> MeshFollower<'a> {
         if runs_kg(before) != runs_kg(after) {
             return Err("kg was installed in a member, or removed");
         }
-        if after
-            .nodes
-            .values()
-            .any(|node| node.granularity == Some(Granularity::Location))
-        {
-            return Err("kg groups the nodes of a member by location");
+        if location::may_have_followers(after) {
+            return Err("a node may be led by another node of its Kilo location");
         }
         if before.nodes.len().max(after.nodes.len()) > traits.cluster.max_nodes {
             return Err("a member has more Nodes than it may have");

@@ -60,6 +60,12 @@ impl<'a> NodeRegistry<'a> {
         }
     }
 
+    /// Whether a Node is skipped because another one has its key.
+    pub(in crate::plan) fn has_duplicate_key(&self) -> bool {
+        let mut skipped = self.skipped.iter();
+        skipped.any(|skipped| skipped.reason == Reason::PublicKeyDuplicate)
+    }
+
     /// Positions in `registered`, sorted by the names of the nodes. Called after [`Self::registered`] is complete.
     pub(in crate::plan) fn sorted_by_name(&self) -> &[usize] {
         self.by_name.get_or_init(|| {

@@ -98,7 +98,7 @@ impl PeerPlanner<'_, '_> {
             ));
         }
         let registered = agent_nodes(registry).map(|node| node.observed);
-        let held = registry.held.keys().filter_map(|name| member.nodes.get(*name));
+        let held = registry.held.keys().filter_map(|name| member.nodes.get(name));
         let locations = registered.chain(held).map(|node| &*node.location);
         let locations: BTreeSet<&str> = locations.filter(|location| !location.is_empty()).collect();
         let found = match (locations.first(), locations.len()) {

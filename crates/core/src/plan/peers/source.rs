@@ -22,16 +22,19 @@ use crate::{
     },
 };
 
+/// The skipped nodes by source, the facts, and the nodes without their InternalIP by source.
+type Reports = (
+    BTreeMap<String, Vec<Skipped>>,
+    BTreeSet<Fact>,
+    BTreeMap<String, BTreeSet<String>>,
+);
+
 /// The Peers of some registered nodes of one source, without anchored networks.
 pub(in crate::plan) struct RegisteredPeers<'a, 'p> {
     /// By node, with the name.
     pub(in crate::plan) peers: BTreeMap<&'a str, (String, Arc<PlannedPeer>)>,
-    /// What is reported about them: skipped nodes by source, facts, and nodes without their InternalIP by source.
-    pub(in crate::plan) reports: (
-        BTreeMap<String, Vec<Skipped>>,
-        BTreeSet<Fact>,
-        BTreeMap<String, BTreeSet<String>>,
-    ),
+    /// What is reported about them.
+    pub(in crate::plan) reports: Reports,
     /// The result of [`runs_kg`] for the target.
     pub(in crate::plan) runs_kg: bool,
     discovered: (&'p Discovered, Discovered),

@@ -71,7 +71,7 @@ fn restart_of_kg_causes_no_writes_and_no_facts() {
             edit(&mut restarted, &secret("tenant"), |m| {
                 restarting
                     .iter()
-                    .for_each(|name| stop_kg(m.nodes.get_mut(*name).unwrap()));
+                    .for_each(|name| stop_kg(m.nodes.get_mut(name).unwrap()));
             });
             assert_eq!(
                 pending_writes(&mesh, &restarted),
