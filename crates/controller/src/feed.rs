@@ -225,7 +225,7 @@ impl<V: Clone + PartialEq> Feed<V> {
     }
 
     /// Updates a copy of the values, by name, with the rows that changed since the last call. For feeds of objects without a namespace.
-    pub(crate) fn update<T: Clone>(&self, copy: &mut Rows<T>, convert: impl Fn(&V) -> T) {
+    pub(crate) fn update<T, R: Into<Arc<T>>>(&self, copy: &mut Rows<T>, convert: impl Fn(&V) -> R) {
         self.lock().update(copy, convert);
     }
 

@@ -119,7 +119,10 @@ struct Pass {
     meshes: BTreeMap<MeshId, LoadedMesh>,
     seen: Arc<Observations>,
     plan: Arc<Plan>,
+    /// Moved to the writers when this replica writes.
     steps: Steps,
+    /// The number of steps of each member.
+    step_counts: BTreeMap<ClusterIdentity, usize>,
     /// For each member and source, the number of objects that differ from the plan, including objects of paused meshes.
     outstanding: BTreeMap<ClusterIdentity, BTreeMap<Source, usize>>,
     /// When the pass began to observe.
@@ -217,10 +220,16 @@ impl Reconciler {
             seen,
             plan,
             steps,
+            step_counts: BTreeMap::new(),
             outstanding,
             observed_since,
         };
         finalize::drop_steps_without_finalizer(&mut pass);
+        let counts = pass
+            .steps
+            .iter()
+            .map(|(identity, steps)| (identity.clone(), steps.len()));
+        pass.step_counts = counts.collect();
         // A standby observes and plans, so that it can write as soon as it is the leader.
         let leadership = self.hub.election.leadership();
         self.reports.metrics.set_leader(leadership == Leadership::Leader);
@@ -236,7 +245,7 @@ impl Reconciler {
                 false
             }
             Leadership::Leader | Leadership::Lapsed => {
-                self.write(&pass);
+                self.write(&mut pass);
                 self.report_status(&pass)
             }
         };
@@ -309,7 +318,7 @@ impl Reconciler {
     }
 
     /// Passes the steps of the diff to the writers of the members.
-    fn write(&self, pass: &Pass) {
+    fn write(&self, pass: &mut Pass) {
         let claims = Arc::new(Claims {
             hub: pass.plan.hub.clone(),
             claimants: pass.plan.claimants.clone(),
@@ -317,7 +326,7 @@ impl Reconciler {
         let unseen = ObservedMember::default();
         for (identity, member) in &self.members {
             let writer = member.session.writer().filter(|_| !member.session.is_unresponsive());
-            let (Some(writer), Some(steps)) = (writer, pass.steps.get(identity)) else {
+            let (Some(writer), Some(steps)) = (writer, pass.steps.get_mut(identity)) else {
                 member.writer.clear();
                 continue;
             };
@@ -346,7 +355,7 @@ impl Reconciler {
                 feeds: member.session.feeds(),
                 claims: Arc::clone(&claims),
             };
-            let groups = lanes::split_by_source(steps.clone(), seen);
+            let groups = lanes::split_by_source(std::mem::take(steps), seen);
             member
                 .writer
                 .set_steps(groups, pass.observed_since, connection, &self.tasks);

@@ -1,7 +1,7 @@
 //! Makes the requests of one step: create by POST, update by PUT with resourceVersion, delete with preconditions. It never
 //! changes an object that does not belong to this hub.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 use clustermesh_api::{
     convert, names,
@@ -55,6 +55,12 @@ trait Owned {
 impl Owned for ObservedPeer {
     fn owner(&self) -> Option<&Owner> {
         Some(&self.owner)
+    }
+}
+
+impl<T: Owned> Owned for Arc<T> {
+    fn owner(&self) -> Option<&Owner> {
+        T::owner(self)
     }
 }
 

@@ -1,6 +1,9 @@
 //! The table inside a feed.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
 
 use clustermesh_access::memory::{Charge, OverBudget};
 use clustermesh_core::{mesh::ObjectName, observe::Rows};
@@ -51,7 +54,7 @@ impl<V> Default for Table<V> {
 
 impl<V: PartialEq> Table<V> {
     /// See [`super::Feed::update`].
-    pub(super) fn update<T: Clone>(&mut self, copy: &mut Rows<T>, convert: impl Fn(&V) -> T) {
+    pub(super) fn update<T, R: Into<Arc<T>>>(&mut self, copy: &mut Rows<T>, convert: impl Fn(&V) -> R) {
         let Some(changed) = self.changed_rows.replace(BTreeSet::new()) else {
             let rows = self.rows.iter();
             *copy = rows

@@ -336,7 +336,8 @@ impl Reconciler {
                     .map(|(name, report)| {
                         let identity = plan.identities.get(name);
                         let seen = identity.and_then(|identity| pass.seen.members.get(identity));
-                        let steps = identity.and_then(|identity| pass.steps.get(identity)).map_or(0, Vec::len);
+                        let steps = identity.and_then(|identity| pass.step_counts.get(identity)).copied();
+                        let steps = steps.unwrap_or_default();
                         let row = serde_json::json!({
                             "member": identity.map(ToString::to_string),
                             "observation": seen.map(Observation::state_name),

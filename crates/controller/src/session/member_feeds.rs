@@ -42,7 +42,7 @@ pub(crate) struct MemberFeeds {
     factory: FeedFactory,
     nodes: Feed<NodeRow>,
     check_ins: Arc<Mutex<CheckIns>>,
-    pub(crate) peers: Feed<ObservedPeer>,
+    pub(crate) peers: Feed<Arc<ObservedPeer>>,
     pub(crate) policies: Feed<PolicyRow>,
     pub(crate) accesses: Feed<ObservedAccess>,
     /// SandboxGateways, each with the UID of the pod that published it.
@@ -144,7 +144,7 @@ impl MemberFeeds {
         Self {
             nodes: factory.feed(convert_node).without_fields(UNUSED_NODE_FIELDS),
             check_ins,
-            peers: factory.feed(|o| parse::<peer::Peer>(o).map(|p| Some(convert::peer::to_core(&p)))),
+            peers: factory.feed(|o| parse::<peer::Peer>(o).map(|p| Some(Arc::new(convert::peer::to_core(&p))))),
             policies: factory.feed(|o| PolicyRow::new(o).map(Some)),
             accesses: factory.feed(|o| parse::<sandbox::SandboxAccess>(o).map(|a| Some(convert::sandbox::to_core(&a)))),
             gateways: factory.feed(|o| convert::sandbox::gateway_to_core(&parse(o)?)),

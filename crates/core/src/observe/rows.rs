@@ -100,9 +100,9 @@ impl<T> Rows<T> {
     }
 
     /// Adds or replaces an object.
-    pub fn insert(&mut self, name: String, row: T) {
+    pub fn insert(&mut self, name: String, row: impl Into<Arc<T>>) {
         let name: Arc<str> = name.into();
-        self.change(&name).insert_cow(Arc::clone(&name), Arc::new(row));
+        self.change(&name).insert_cow(Arc::clone(&name), row.into());
     }
 
     /// Removes an object. Returns whether it existed.
@@ -222,9 +222,9 @@ impl<T> std::ops::Index<&str> for Rows<T> {
     }
 }
 
-impl<T> FromIterator<(String, T)> for Rows<T> {
-    fn from_iter<I: IntoIterator<Item = (String, T)>>(rows: I) -> Self {
-        let rows = rows.into_iter().map(|(name, row)| (name.into(), Arc::new(row)));
+impl<T, R: Into<Arc<T>>> FromIterator<(String, R)> for Rows<T> {
+    fn from_iter<I: IntoIterator<Item = (String, R)>>(rows: I) -> Self {
+        let rows = rows.into_iter().map(|(name, row)| (name.into(), row.into()));
         Self::of(Map::new().insert_many(rows))
     }
 }

@@ -1,6 +1,6 @@
 //! Reads the reports that the agents of a member write to their Nodes: version, tunnels that are down, and the PeerPolicies in force.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, sync::Arc};
 
 use clustermesh_api::{
     annotations::{self, Link},
@@ -25,7 +25,7 @@ use crate::{events::truncate, feed::Trust};
 /// is not among them, because a change of the row triggers a pass. [`CheckIns`](super::CheckIns) stores the annotation's value.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct NodeRow {
-    pub(super) node: Node,
+    pub(super) node: Arc<Node>,
     /// Version of the agent.
     agent_version: Option<String>,
     /// Release of the kernel. Empty = not reported.
@@ -59,7 +59,7 @@ impl NodeRow {
     pub(super) fn new(node: &core_v1::Node) -> Self {
         let agent = convert::node::agent(node);
         Self {
-            node: convert::node::to_core(node),
+            node: Arc::new(convert::node::to_core(node)),
             bypass_reason: (agent.as_ref())
                 .map(|agent| truncate(&agent.datapath_bypassed, 128))
                 .unwrap_or_default(),

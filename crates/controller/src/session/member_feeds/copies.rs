@@ -1,6 +1,6 @@
 //! Copies of the largest feeds, which observations share.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use clustermesh_core::observe::{Node, ObservedPeer, Rows};
 
@@ -16,8 +16,8 @@ impl Copies {
     pub(super) fn update(&self, feeds: &MemberFeeds) -> (Rows<Node>, Rows<ObservedPeer>) {
         let mut copies = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let (nodes, peers) = &mut *copies;
-        feeds.nodes.update(nodes, |row| row.node.clone());
-        feeds.peers.update(peers, ObservedPeer::clone);
+        feeds.nodes.update(nodes, |row| Arc::clone(&row.node));
+        feeds.peers.update(peers, Arc::clone);
         (nodes.clone(), peers.clone())
     }
 }
