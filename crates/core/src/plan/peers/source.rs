@@ -69,7 +69,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             let Some(peer) = self.hold_node(source, mesh_member, node) else {
                 continue;
             };
-            let observed = mesh_member.last_observed().and_then(|member| member.nodes.get(*node));
+            let observed = mesh_member.last_observed().and_then(|member| member.nodes.get(node));
             if observed.is_some_and(|observed| observed.ready && !observed.deleting) {
                 // The node is Ready and will probably publish again soon: it keeps its anchored networks.
                 parts.retain(|part| !peer.spec.allowed_ips.contains(part));

@@ -6,6 +6,9 @@ use std::sync::Arc;
 use super::*;
 use crate::planner::Planner;
 
+/// Why all meshes were planned anew, and the steps.
+type Outcome = (Option<Anew>, Vec<(Action, String)>);
+
 /// A mesh of two clusters to which all objects were written.
 struct Followed {
     mesh: Mesh,
@@ -28,8 +31,7 @@ impl Followed {
         followed
     }
 
-    /// Plans. Returns why all meshes were planned anew, and the steps.
-    fn plan(&mut self) -> (Option<Anew>, Vec<(Action, String)>) {
+    fn plan(&mut self) -> Outcome {
         let seen = Arc::new(self.seen.clone());
         let meshes = std::slice::from_ref(&self.mesh);
         let planned = self.planner.plan(meshes, &seen, &Settings::default(), &TestNaming);
@@ -37,17 +39,17 @@ impl Followed {
         (planned.anew, steps.collect())
     }
 
-    fn edit(&mut self, change: impl FnOnce(&mut Member)) -> (Option<Anew>, Vec<(Action, String)>) {
+    fn edit(&mut self, change: impl FnOnce(&mut Member)) -> Outcome {
         edit(&mut self.seen, &secret("tenant"), change);
         self.plan()
     }
 
     /// Changes the Node `x` of the tenant, of which the hub has a Peer.
-    fn edit_node(&mut self, change: impl FnOnce(&mut Node)) -> (Option<Anew>, Vec<(Action, String)>) {
+    fn edit_node(&mut self, change: impl FnOnce(&mut Node)) -> Outcome {
         self.edit(|m| change(m.nodes.get_mut("x").unwrap()))
     }
 
-    fn write(&mut self) -> (Option<Anew>, Vec<(Action, String)>) {
+    fn write(&mut self) -> Outcome {
         write_plan(&self.mesh, &mut self.seen);
         self.plan()
     }
@@ -91,8 +93,7 @@ fn added_and_deleted_nodes_are_followed() {
 
 #[test]
 fn change_that_may_concern_other_nodes_is_not_followed() {
-    let anew =
-        |change: fn(&mut Followed) -> (Option<Anew>, Vec<(Action, String)>)| change(&mut Followed::new()).0.unwrap();
+    let anew = |change: fn(&mut Followed) -> Outcome| change(&mut Followed::new()).0.unwrap();
     let copied_key = |mesh: &mut Followed| mesh.edit_node(|node| node.public_key = Claim::Valid(key(17)));
     assert_eq!(anew(copied_key), "two Nodes have, or had, the same key");
     let held = |mesh: &mut Followed| {
