@@ -60,10 +60,13 @@ pub fn build() -> anyhow::Result<PathBuf> {
     build_with(&[])
 }
 
-/// Like [`build`], with optimised `CLUSTER_CRATES`. The other crates keep the options of the profile `dev`, so third-party
-/// crates are not rebuilt.
+/// Like [`build`], with optimised `CLUSTER_CRATES`, without debug assertions: the planner would check each followed plan. The other
+/// crates keep the options of the profile `dev`, so third-party crates are not rebuilt.
 pub fn build_optimised() -> anyhow::Result<PathBuf> {
-    build_with(&CLUSTER_CRATES.map(|name| format!("--config=profile.dev.package.{name}.opt-level=3")))
+    let options = |name| {
+        ["opt-level=3", "debug-assertions=false"].map(|option| format!("--config=profile.dev.package.{name}.{option}"))
+    };
+    build_with(CLUSTER_CRATES.map(options).as_flattened())
 }
 
 fn build_with(flags: &[String]) -> anyhow::Result<PathBuf> {
