@@ -28,6 +28,9 @@ mod peers;
 
 use changes::MemberChanges;
 
+/// By entry name.
+type MeshChanges<'a> = BTreeMap<&'a str, MemberChanges<'a>>;
+
 /// Why a change is not followed, so that all meshes are planned anew.
 pub type Anew = &'static str;
 
@@ -61,8 +64,8 @@ pub(super) struct Kept {
     anchored: BTreeMap<String, Vec<ipnet::IpNet>>,
     /// As in [`PreparedMesh`].
     not_enforcing: BTreeSet<String>,
+    /// By entry name.
     targets: BTreeMap<String, KeptTarget>,
-    has_masqueraded: bool,
 }
 
 /// What changes in the plan of one mesh.
@@ -135,7 +138,7 @@ impl Last {
         let before = Arc::clone(&self.seen);
         let changes = changes::find(&before, seen)?;
         let by_age = by_age(meshes);
-        let mut changes_by_mesh: BTreeMap<&MeshId, BTreeMap<&str, MemberChanges<'_>>> = BTreeMap::new();
+        let mut changed_meshes: BTreeMap<&MeshId, (&Mesh, MeshChanges<'_>)> = BTreeMap::new();
         for (identity, changes) in changes {
             // The first entry is the only one: a mesh that shares a cluster has no `Kept`.
             let mut entries = meshes
@@ -144,20 +147,15 @@ impl Last {
             let (mesh, entry) = entries
                 .find(|(_, entry)| entry.identity == *identity)
                 .ok_or("no mesh has an entry for a changed member")?;
-            changes_by_mesh
+            let (_, of_mesh) = changed_meshes
                 .entry(&mesh.id)
-                .or_default()
-                .insert(&entry.name, changes);
+                .or_insert_with(|| (mesh, BTreeMap::new()));
+            of_mesh.insert(&entry.name, changes);
         }
         let mut patches: Vec<(&MeshId, Patch)> = Vec::new();
-        for (id, changes) in &changes_by_mesh {
-            let kept = self.kept.get(*id).ok_or("a changed mesh has no plan")?;
-            let kept = kept.as_ref().map_err(|why| *why)?;
-            let planned = self.plan.meshes.get(*id).ok_or("a changed mesh has no plan")?;
-            let mesh = by_age
-                .iter()
-                .find(|mesh| mesh.id == **id)
-                .ok_or("a changed mesh has no plan")?;
+        for (id, (mesh, changes)) in &changed_meshes {
+            let last = self.kept.get(*id).zip(self.plan.meshes.get(*id));
+            let (kept, planned) = last.ok_or("a changed mesh has no plan")?;
             let planner = |seen| MeshPlanner {
                 mesh,
                 all_meshes: &by_age,
@@ -169,7 +167,7 @@ impl Last {
                 used: &NO_NAMES,
             };
             let follower = MeshFollower {
-                kept,
+                kept: kept.as_ref().map_err(|why| *why)?,
                 planned,
                 before: planner(&before),
                 after: planner(seen),
@@ -180,33 +178,30 @@ impl Last {
             patches.push((*id, patch));
         }
         let mut changed = PeerNames::new();
-        let plan = Arc::make_mut(&mut self.plan);
         for (id, patch) in patches {
-            let Some(planned) = plan.meshes.get_mut(id) else {
+            let mut names: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+            for (target, peers) in &patch.peers {
+                names.entry(target.clone()).or_default().extend(peers.keys().cloned());
+            }
+            for (entry, changes) in &changed_meshes[id].1 {
+                let rows = changes.peers.iter().map(|row| row.name.to_owned());
+                names.entry((*entry).to_owned()).or_default().extend(rows);
+            }
+            names.retain(|_, names| !names.is_empty());
+            if !patch.is_empty()
+                && let Some(planned) = Arc::make_mut(&mut self.plan).meshes.get_mut(id)
+            {
+                patch.apply(planned);
+            }
+            let (Some(planned), Some(Ok(kept))) = (self.plan.meshes.get(id), self.kept.get_mut(id)) else {
                 continue;
             };
-            let mut names: BTreeMap<&str, BTreeSet<String>> = BTreeMap::new();
-            for (entry, changes) in changes_by_mesh.remove(id).into_iter().flatten() {
-                let rows = changes.peers.iter().map(|row| row.name.to_owned());
-                names.entry(entry).or_default().extend(rows);
-            }
-            for (target, peers) in &patch.peers {
-                names.entry(target).or_default().extend(peers.keys().cloned());
-            }
-            let names: Vec<(String, BTreeSet<String>)> = names
-                .into_iter()
-                .map(|(target, names)| (target.to_owned(), names))
-                .collect();
-            patch.apply(planned);
-            if let Some(Ok(kept)) = self.kept.get_mut(id) {
-                names
-                    .iter()
-                    .for_each(|(target, names)| kept.update(target, names, planned, seen));
-            }
             for (target, names) in names {
-                if let Some(identity) = planned.identities.get(&target).filter(|_| !names.is_empty()) {
-                    changed.entry(identity.clone()).or_default().extend(names);
-                }
+                kept.update(&target, &names, planned, seen);
+                changed
+                    .entry(planned.identities[&target].clone())
+                    .or_default()
+                    .extend(names);
             }
         }
         self.seen = Arc::clone(seen);
@@ -248,7 +243,7 @@ impl Kept {
             same.count() > 1
         };
         let members = || mesh_members.values();
-        let is_masqueraded = |member: &MeshMember<'_>| member.cluster.effective_addressing() == Addressing::Masqueraded;
+        let is_masqueraded = |member: &MeshMember<'_>| is_masqueraded(&member.traits);
         let conditions: [(bool, Anew); 10] = [
             (planned.paused, "the mesh is paused"),
             (
@@ -311,20 +306,17 @@ impl Kept {
             anchored: anchored.collect(),
             not_enforcing: not_enforcing.clone(),
             targets,
-            has_masqueraded: members().any(is_masqueraded),
         })
     }
-}
 
-impl Kept {
+    fn has_masqueraded(&self) -> bool {
+        self.traits.values().any(|traits| is_masqueraded(traits))
+    }
+
     /// The anchored networks that the Peers of this source contain; none if it is masqueraded.
     fn anchored_in_peers(&self, source: &str) -> &[ipnet::IpNet] {
-        let is_routed = |traits: &&Arc<MemberTraits>| traits.cluster.effective_addressing() == Addressing::Routed;
-        let networks = self
-            .traits
-            .get(source)
-            .filter(is_routed)
-            .and_then(|_| self.anchored.get(source));
+        let is_routed = self.traits.get(source).is_some_and(|traits| !is_masqueraded(traits));
+        let networks = self.anchored.get(source).filter(|_| is_routed);
         networks.map(|networks| &**networks).unwrap_or_default()
     }
 
@@ -350,7 +342,15 @@ impl Kept {
     }
 }
 
+fn is_masqueraded(traits: &MemberTraits) -> bool {
+    traits.cluster.effective_addressing() == Addressing::Masqueraded
+}
+
 impl Patch {
+    fn is_empty(&self) -> bool {
+        self.peers.is_empty() && self.reports.is_empty()
+    }
+
     fn apply(self, planned: &mut MeshPlan) {
         for (target, peers) in self.peers {
             let Some(target_plan) = planned.targets.get_mut(&target) else {

@@ -10,7 +10,7 @@ use std::{
 
 use ipnet::IpNet;
 
-use super::{Anew, MeshFollower, Patch, ReportPatch, changes::MemberChanges, pair::Pair};
+use super::{Anew, MeshChanges, MeshFollower, Patch, ReportPatch, pair::Pair};
 use crate::{
     key::PublicKey,
     mesh::Profile,
@@ -55,11 +55,7 @@ impl<'a> MeshFollower<'a> {
     ///
     /// # Errors
     /// They may change something else.
-    pub(super) fn follow_nodes(
-        &self,
-        changes: &BTreeMap<&str, MemberChanges<'a>>,
-        patch: &mut Patch,
-    ) -> Result<(), Anew> {
+    pub(super) fn follow_nodes(&self, changes: &MeshChanges<'a>, patch: &mut Patch) -> Result<(), Anew> {
         let changes = changes.iter().filter(|(_, changes)| !changes.nodes.is_empty());
         let changed: BTreeMap<&str, Changed<'_>> = changes
             .map(|(entry, changes)| (*entry, Changed::of(&changes.nodes)))
@@ -181,7 +177,7 @@ impl<'a> MeshFollower<'a> {
         // Policies for a masqueraded member contain its WireGuard addresses, and the Peers in it leave out its own podCIDRs.
         let networks = |node: &Node| (node.wireguard_ip.clone(), node.pod_cidrs.clone());
         let has_same_networks = |row: &ChangedRow<'_, Node>| row.before.map(networks) == row.after.map(networks);
-        if self.kept.has_masqueraded && !changed.rows.iter().all(has_same_networks) {
+        if self.kept.has_masqueraded() && !changed.rows.iter().all(has_same_networks) {
             return Err("a WireGuard address or podCIDR changed, and a member is masqueraded");
         }
         Ok(())

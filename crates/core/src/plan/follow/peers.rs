@@ -1,10 +1,8 @@
 //! Existing Peers that changed, usually because the controller wrote them. Decides whether the plan is the same with them.
 
-use std::collections::BTreeMap;
-
 use ipnet::IpNet;
 
-use super::{Anew, MeshFollower, Patch, changes::MemberChanges};
+use super::{Anew, MeshChanges, MeshFollower, Patch};
 use crate::{
     key::PublicKey,
     observe::{ChangedRow, Observation, ObservedPeer, PeerSpec},
@@ -29,7 +27,7 @@ impl MeshFollower<'_> {
     ///
     /// # Errors
     /// They may change it.
-    pub(super) fn check_peers(&self, changes: &BTreeMap<&str, MemberChanges<'_>>, patch: &Patch) -> Result<(), Anew> {
+    pub(super) fn check_peers(&self, changes: &MeshChanges<'_>, patch: &Patch) -> Result<(), Anew> {
         for (target, changes) in changes {
             // The result for the last source: the Peers of a source usually follow each other.
             let mut last_source: Option<(&str, bool)> = None;
@@ -44,10 +42,6 @@ impl MeshFollower<'_> {
                     if !is_meshed {
                         return Err("a Peer changed whose source is not connected");
                     }
-                }
-                let label = |peer: Option<&ObservedPeer>| peer.and_then(|peer| peer.owner.source_cluster.clone());
-                if row.before.is_some() && row.after.is_some() && label(row.before) != label(row.after) {
-                    return Err("the source label of a Peer changed");
                 }
                 self.check_peer(target, row, patch)?;
             }
