@@ -1,8 +1,12 @@
 //! Measures the planner, for `cargo xtask bench plan`: conversion, snapshot, plan and diff of meshed clusters, for a first plan and for
-//! one changed Node. Times are CPU times of the only thread, so that other load of the machine counts little. Arguments: clusters, Nodes
-//! of each cluster, rounds.
+//! one changed Node. Arguments: clusters, Nodes of each cluster, rounds.
 
-use std::{collections::BTreeMap, net::Ipv4Addr, sync::Arc, time::Duration};
+use std::{
+    collections::BTreeMap,
+    net::Ipv4Addr,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use clustermesh_api::{convert, names::Names};
 use clustermesh_core::{
@@ -13,25 +17,7 @@ use clustermesh_core::{
     planner::{Planner, Steps},
 };
 use k8s_openapi::api::core::v1::Node;
-use rustix::time::{ClockId, clock_gettime};
 use serde_json::json;
-
-/// A moment in the CPU time of this thread.
-struct Began(Duration);
-
-impl Began {
-    fn now() -> Self {
-        let now = clock_gettime(ClockId::ThreadCPUTime);
-        Self(Duration::new(
-            now.tv_sec.try_into().unwrap(),
-            now.tv_nsec.try_into().unwrap(),
-        ))
-    }
-
-    fn elapsed(&self) -> Duration {
-        Self::now().0 - self.0
-    }
-}
 
 /// The times of one pass.
 #[derive(Default, Clone, Copy)]
@@ -132,7 +118,7 @@ impl World {
         let mut members = BTreeMap::new();
         for cluster in 0..clusters {
             let objects: Vec<Node> = (0..nodes).map(|number| node(cluster, number, 51820)).collect();
-            let began = Began::now();
+            let began = Instant::now();
             let nodes = objects
                 .iter()
                 .map(|node| (node.metadata.name.clone().unwrap(), convert::node::to_core(node)))
@@ -188,10 +174,10 @@ impl World {
 
     /// Runs one pass, as the controller does.
     fn pass(&mut self) -> (Times, Arc<Plan>, Steps) {
-        let began = Began::now();
+        let began = Instant::now();
         let seen = Arc::new(self.seen.clone());
         let snapshot = began.elapsed();
-        let began = Began::now();
+        let began = Instant::now();
         let meshes = std::slice::from_ref(&self.mesh);
         let planned = self.planner.plan(meshes, &seen, &self.settings, &self.names);
         let times = Times {
@@ -272,7 +258,7 @@ fn main() {
         panic!("arguments: clusters, nodes, rounds")
     };
     let (mut world, converting) = World::new(clusters, nodes);
-    println!("{clusters} clusters x {nodes} Nodes; least CPU time of {rounds} rounds, ms");
+    println!("{clusters} clusters x {nodes} Nodes; least time of {rounds} rounds, ms");
     println!("conversion of all Node objects: {:.1}", converting.as_secs_f64() * 1e3);
     println!(
         "{:44} {:>9} {:>9} {:>9} {:>7}",

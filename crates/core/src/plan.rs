@@ -56,7 +56,7 @@ pub const HOLD_REPORT_DELAY: Duration = Duration::from_secs(30);
 pub const MAX_PEERS_PER_TARGET: usize = 5_000;
 
 /// Builds the names of written objects. The implementation is in the API crate, which defines all names that users see.
-pub trait Naming {
+pub trait Naming: Sync {
     /// Name of the Peer of `node`. `is_name_taken` = another owner's Peer has the name without a hash, so a hash is appended.
     fn peer(&self, mesh: &MeshId, cluster: &str, node: &str, is_name_taken: bool) -> String;
     /// Name of the PeerPolicy, or SandboxAccess, that limits `cluster`. `is_name_taken` as in [`Self::peer`].

@@ -2,10 +2,12 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
+use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
+
 use crate::{
     diff::{Step, diff, update_peer_steps},
     mesh::{ClusterIdentity, Mesh},
-    observe::{Observation, Observations},
+    observe::{Member, Observation, Observations},
     plan::{Anew, Follower, Naming, Plan, Settings},
 };
 
@@ -41,12 +43,12 @@ impl Planner {
         naming: &dyn Naming,
     ) -> Planned<'_> {
         let (plan, changed) = self.follower.plan(meshes, seen, settings, naming);
-        let members = seen.members.iter();
-        let observed = members.filter_map(|(identity, observation)| Some((identity, observation.last()?)));
-        let all_steps = || {
-            observed
-                .clone()
-                .map(|(identity, member)| (identity.clone(), diff(&plan, identity, member)))
+        let all_steps = || -> Steps {
+            let members = seen.members.par_iter();
+            let steps = |(identity, observation): (&ClusterIdentity, &Observation<Member>)| {
+                Some((identity.clone(), diff(&plan, identity, observation.last()?)))
+            };
+            members.filter_map(steps).collect()
         };
         match &changed {
             Ok(changed) => {
@@ -56,9 +58,9 @@ impl Planner {
                         update_peer_steps(steps, &plan, identity, member, names);
                     }
                 }
-                debug_assert_eq!(self.steps, all_steps().collect());
+                debug_assert_eq!(self.steps, all_steps());
             }
-            Err(_) => self.steps = all_steps().collect(),
+            Err(_) => self.steps = all_steps(),
         }
         Planned {
             plan,

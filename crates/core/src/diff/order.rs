@@ -57,11 +57,17 @@ impl PeerOrder {
     /// Collects the moving prefixes and the keys of created Peers; steps of other kinds are ignored.
     pub(crate) fn of<'a>(steps: impl Iterator<Item = &'a Step>, existing: &Rows<ObservedPeer>) -> Self {
         let steps: Vec<&Step> = steps.filter(|step| matches!(step.item, Item::Peer(..))).collect();
-        let gained_prefixes: BTreeSet<IpNet> = steps.iter().flat_map(|step| gained_prefixes(step, existing)).collect();
-        let lost_prefixes = steps.iter().flat_map(|step| lost_prefixes(step, existing));
+        let mut moving_prefixes: BTreeSet<IpNet> =
+            steps.iter().flat_map(|step| lost_prefixes(step, existing)).collect();
+        // Usually no Peer loses a prefix.
+        if !moving_prefixes.is_empty() {
+            let gained_prefixes: BTreeSet<IpNet> =
+                steps.iter().flat_map(|step| gained_prefixes(step, existing)).collect();
+            moving_prefixes.retain(|net| gained_prefixes.contains(net));
+        }
         let created = steps.iter().copied().filter(|step| step.action == Action::Create);
         Self {
-            moving_prefixes: lost_prefixes.filter(|net| gained_prefixes.contains(net)).collect(),
+            moving_prefixes,
             created_keys: created.filter_map(desired_spec).map(|spec| spec.public_key).collect(),
         }
     }
@@ -71,17 +77,17 @@ impl PeerOrder {
         existing_spec(step, existing).is_some_and(|spec| self.created_keys.contains(&spec.public_key))
     }
 
+    fn gains_moving_prefix(&self, step: &Step, existing: &Rows<ObservedPeer>) -> bool {
+        let moving = &self.moving_prefixes;
+        !moving.is_empty() && gained_prefixes(step, existing).iter().any(|net| moving.contains(net))
+    }
+
     /// The phase of a Peer's step: steps of a lower phase are written first (design rule 13). `steps` in `diff.rs` lists the phases of the
     /// other kinds.
     pub(super) fn phase(&self, step: &Step, existing: &Rows<ObservedPeer>) -> u8 {
         match step.action {
             Action::Delete if self.is_renamed(step, existing) => 1,
-            _ if gained_prefixes(step, existing)
-                .iter()
-                .any(|net| self.moving_prefixes.contains(net)) =>
-            {
-                2
-            }
+            _ if self.gains_moving_prefix(step, existing) => 2,
             Action::Delete => 3,
             Action::Update => 4,
             Action::Create => 5,

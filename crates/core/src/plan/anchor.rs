@@ -7,8 +7,9 @@ use std::{
 };
 
 use ipnet::IpNet;
+use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 
-use super::{MeshPlan, nodes::NodeRegistry};
+use super::{MeshPlan, TargetPlan, nodes::NodeRegistry};
 use crate::{
     mesh::{Addressing, Cluster, Mesh},
     observe::{Member, Node, Observation, Observations},
@@ -88,17 +89,14 @@ pub(super) fn report(mesh: &Mesh, planned: &mut MeshPlan, seen: &Observations) {
         let split = networks.flat_map(|net| split(*net, cluster.anchors).into_iter().map(|part| (part, *net)));
         parts.insert(&cluster.name, split.collect());
     }
+    let in_targets: Vec<_> = planned
+        .targets
+        .par_iter()
+        .map(|(_, target)| carriers_in(target, &parts))
+        .collect();
     let mut carriers: BTreeMap<(&str, IpNet), BTreeSet<String>> = BTreeMap::new();
-    for peer in planned.targets.values().flat_map(|target| target.peers.values()) {
-        let Some((source, parts)) = parts.get_key_value(&*peer.source) else {
-            continue;
-        };
-        if parts.is_empty() {
-            continue;
-        }
-        for net in peer.spec.allowed_ips.iter().filter_map(|net| parts.get(net)) {
-            carriers.entry((*source, *net)).or_default().insert(peer.node.clone());
-        }
+    for (source, net, node) in in_targets.into_iter().flatten() {
+        carriers.entry((source, net)).or_default().insert(node.to_owned());
     }
     for cluster in &mesh.clusters {
         let Some(report) = planned.clusters.get_mut(&cluster.name) else {
@@ -125,6 +123,22 @@ pub(super) fn report(mesh: &Mesh, planned: &mut MeshPlan, seen: &Observations) {
     }
 }
 
+/// (Source, anchored network, node): each Peer of the target that contains a part of an anchored network. `parts` = by source, each part
+/// with its network.
+fn carriers_in<'p>(
+    target: &'p TargetPlan,
+    parts: &BTreeMap<&str, BTreeMap<IpNet, IpNet>>,
+) -> Vec<(&'p str, IpNet, &'p str)> {
+    let mut carriers = Vec::new();
+    for peer in target.peers.values() {
+        if let Some(parts) = parts.get(&*peer.source).filter(|parts| !parts.is_empty()) {
+            let networks = peer.spec.allowed_ips.iter().filter_map(|net| parts.get(net));
+            carriers.extend(networks.map(|net| (&*peer.source, *net, &*peer.node)));
+        }
+    }
+    carriers
+}
+
 /// Assigns each part to a node. A part stays with its current anchor while that node is eligible. Each other part goes to the node
 /// that has the fewest parts, out of a pool of `anchor_count` eligible nodes. `current` = for each prefix, the node whose existing
 /// Peer in this target contains it.
@@ -145,7 +159,7 @@ pub(super) fn assign(
     }
     // The pool: current anchors first, then the nodes with the highest weights.
     let mut pool: Vec<&str> = eligible.iter().copied().collect();
-    pool.sort_by_key(|node| {
+    pool.sort_by_cached_key(|node| {
         (
             !assigned.values().any(|carrier| carrier == node),
             Reverse(weight(node)),

@@ -6,6 +6,8 @@ use std::{
     sync::Arc,
 };
 
+use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
+
 use super::{
     Anew, ClusterReport, Fact, MeshPlan, Naming, Reason, Settings, Skipped, TargetPlan, anchor, claims, discovered,
     endpoint, follow::Kept, gateways, link, networks_in_use, nodes, target,
@@ -129,8 +131,9 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
         };
         let mut kept_targets = BTreeMap::new();
         let mut has_shared_claims = false;
-        for cluster in &mesh.clusters {
-            let outcome = inputs.plan_target(&cluster.name);
+        let plan_target = |cluster: &'p Cluster| (cluster, inputs.plan_target(&cluster.name));
+        let outcomes: Vec<(&Cluster, target::TargetOutcome)> = mesh.clusters.par_iter().map(plan_target).collect();
+        for (cluster, outcome) in outcomes {
             kept_targets.insert(cluster.name.clone(), outcome.kept);
             has_shared_claims |= outcome.has_shared_claims;
             planned.targets.insert(cluster.name.clone(), outcome.plan);
@@ -299,20 +302,19 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
         &self,
         mesh_members: &BTreeMap<String, target::MeshMember<'a>>,
     ) -> BTreeMap<String, nodes::NodeRegistry<'a>> {
-        let mut registries = BTreeMap::new();
-        for (name, mesh_member) in mesh_members {
-            if let (true, Some(member)) = (mesh_member.can_connect, mesh_member.last_observed()) {
-                let existing = |node: &str| self.existing_peers(mesh_members, name, node);
-                let peer_name = |node: &str| self.naming.peer(&self.mesh.id, name, node, false);
-                let builder = nodes::RegistryBuilder {
-                    cluster: &mesh_member.cluster,
-                    member,
-                    existing: &existing,
-                    peer_name: &peer_name,
-                };
-                registries.insert(name.clone(), builder.build());
-            }
-        }
+        let build = |(name, mesh_member): (&String, &target::MeshMember<'a>)| {
+            let member = mesh_member.last_observed().filter(|_| mesh_member.can_connect)?;
+            let existing = |node: &str| self.existing_peers(mesh_members, name, node);
+            let peer_name = |node: &str| self.naming.peer(&self.mesh.id, name, node, false);
+            let builder = nodes::RegistryBuilder {
+                cluster: &mesh_member.cluster,
+                member,
+                existing: &existing,
+                peer_name: &peer_name,
+            };
+            Some((name.clone(), builder.build()))
+        };
+        let mut registries = mesh_members.par_iter().filter_map(build).collect();
         self.resolve_duplicate_keys(mesh_members, &mut registries);
         registries
     }

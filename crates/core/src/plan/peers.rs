@@ -5,7 +5,7 @@ use std::{
     borrow::Cow,
     collections::{BTreeMap, BTreeSet, HashMap},
     net::SocketAddr,
-    sync::Arc,
+    sync::{Arc, PoisonError},
 };
 
 use ipnet::IpNet;
@@ -19,7 +19,7 @@ use super::{
 };
 use crate::{
     key::PublicKey,
-    observe::{Claim, Endpoint, Gateway, Member, Node, PeerRole, PeerSpec, Server},
+    observe::{Claim, Endpoint, Gateway, Member, Node, ObservedPeer, PeerRole, PeerSpec, Server},
 };
 
 mod anchors;
@@ -59,8 +59,8 @@ pub(super) struct PeerPlanner<'a, 'p> {
     /// others.
     endpoints: HashMap<SocketAddr, &'a str>,
     own_pods: OwnPods,
-    /// The planned Peers by name, in no order.
-    peers: Vec<(String, Arc<PlannedPeer>)>,
+    /// The planned Peers, in no order.
+    peers: Vec<AddedPeer<'a>>,
     skipped: BTreeMap<String, Vec<Skipped>>,
     facts: BTreeSet<Fact>,
     /// Nodes whose InternalIP is left out because it is also their endpoint, by source.
@@ -264,7 +264,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         };
         let candidates = if addresses.len() > 1 { addresses } else { Vec::new() };
         // Most targets get the same Peer of a node.
-        let mut shared = node.shared_peer.borrow_mut();
+        let mut shared = node.shared_peer.lock().unwrap_or_else(PoisonError::into_inner);
         let peer = match &*shared {
             Some(peer)
                 if peer.spec.endpoint == endpoint
@@ -363,7 +363,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
     /// Ends the plan of the Peers. `false` = two of them have the same name, so the target must be planned [`Self::with_shared_claims`].
     pub(super) fn finish(self, outcome: &mut TargetOutcome) -> bool {
         let planned = self.peers.len();
-        outcome.plan.peers = self.peers.into_iter().collect();
+        outcome.plan.peers = self.peers.into_iter().map(|added| (added.name, added.peer)).collect();
         if outcome.plan.peers.len() < planned {
             return false;
         }
@@ -386,6 +386,14 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         );
         true
     }
+}
+
+/// A planned Peer.
+struct AddedPeer<'a> {
+    name: String,
+    peer: Arc<PlannedPeer>,
+    /// The existing Peer with its name.
+    existing: Option<&'a ObservedPeer>,
 }
 
 /// The source whose nodes are being added.

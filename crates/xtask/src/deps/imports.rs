@@ -75,7 +75,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
 const PURE: &[(&str, &[&str])] = &[
     (
         "clustermesh-core",
-        &["base64", "immutable-chunkmap", "ipnet", "serde", "thiserror"],
+        &["base64", "immutable-chunkmap", "ipnet", "rayon", "serde", "thiserror"],
     ),
     ("clustermesh-agent-core", &["ipnet", "thiserror"]),
 ];

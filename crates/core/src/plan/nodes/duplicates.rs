@@ -2,9 +2,9 @@
 //! Exception: a silent Node loses its WireGuard address to a newer one that is not silent.
 
 use std::{
-    cell::RefCell,
     collections::{BTreeMap, BTreeSet},
     net::IpAddr,
+    sync::Mutex,
 };
 
 use ipnet::IpNet;
@@ -138,7 +138,7 @@ impl<'a> ClaimIndex<'a> {
             prefixes,
             wireguard,
             peer_name: peer_name(name),
-            shared_peer: RefCell::default(),
+            shared_peer: Mutex::default(),
         };
         Ok((registered, claims.uncovered))
     }

@@ -1,9 +1,8 @@
 //! The result of [`super::RegistryBuilder`]: the nodes of one member that are registered, and why the others are not.
 
 use std::{
-    cell::{OnceCell, RefCell},
     collections::{BTreeMap, BTreeSet},
-    sync::Arc,
+    sync::{Arc, Mutex, OnceLock},
 };
 
 use ipnet::IpNet;
@@ -15,7 +14,7 @@ use crate::{
 };
 
 /// A registered node: a Node that gets Peers, or entries in SandboxAccesses, in other members.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub(in crate::plan) struct RegisteredNode<'a> {
     pub(in crate::plan) node: &'a str,
     pub(in crate::plan) observed: &'a Node,
@@ -27,7 +26,7 @@ pub(in crate::plan) struct RegisteredNode<'a> {
     /// The name of its Peers by the naming rule, without a hash.
     pub(in crate::plan) peer_name: String,
     /// Its Peer in the target that was planned last.
-    pub(in crate::plan) shared_peer: RefCell<Option<Arc<PlannedPeer>>>,
+    pub(in crate::plan) shared_peer: Mutex<Option<Arc<PlannedPeer>>>,
 }
 
 /// The outcome for each Node of a member: registered, skipped, held, or a follower of another node.
@@ -36,7 +35,7 @@ pub(in crate::plan) struct NodeRegistry<'a> {
     /// The registered nodes, sorted by age.
     pub(in crate::plan) registered: Vec<RegisteredNode<'a>>,
     /// [`Self::sorted_by_name`].
-    by_name: OnceCell<Vec<usize>>,
+    by_name: OnceLock<Vec<usize>>,
     pub(in crate::plan) skipped: Vec<Skipped>,
     /// Held nodes (docs/glossary.md), with the reason why they are not registered.
     pub(in crate::plan) held: BTreeMap<&'a str, Reason>,

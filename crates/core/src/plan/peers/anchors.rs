@@ -40,7 +40,7 @@ impl<'a> PeerPlanner<'a, '_> {
         };
         let usable: Vec<&RegisteredNode<'_>> = with_peers()
             .filter(|(node, position)| {
-                node.observed.ready && !node.observed.deleting && self.peers[*position].1.spec.endpoint.is_some()
+                node.observed.ready && !node.observed.deleting && self.peers[*position].peer.spec.endpoint.is_some()
             })
             .map(|(node, _)| node)
             .collect();
@@ -62,15 +62,12 @@ impl<'a> PeerPlanner<'a, '_> {
         }
         // Later nodes by name replace earlier ones.
         let mut current: BTreeMap<IpNet, &str> = BTreeMap::new();
-        let mut positions: BTreeMap<&str, usize> = BTreeMap::new();
         for (node, position) in with_peers() {
-            positions.insert(node.node, position);
-            let existing = self.existing.get(&self.peers[position].0);
-            let existing = existing.and_then(|existing| existing.spec.as_ref().ok());
-            for part in parts
-                .iter()
-                .filter(|part| existing.is_some_and(|spec| spec.allowed_ips.contains(part)))
-            {
+            let existing = self.peers[position].existing;
+            let Some(Ok(spec)) = existing.map(|existing| &existing.spec) else {
+                continue;
+            };
+            for part in parts.iter().filter(|part| spec.allowed_ips.contains(part)) {
                 let holder = current.entry(*part).or_insert(node.node);
                 *holder = node.node.max(*holder);
             }
@@ -80,16 +77,19 @@ impl<'a> PeerPlanner<'a, '_> {
             self.unsettled.insert(source.to_owned());
         }
         for (part, node) in anchor::assign(&parts, mesh_member.cluster.anchors, &eligible, &current) {
-            let Some(position) = positions.get(&*node).copied() else {
+            let Some((_, position)) = with_peers().find(|(with_peer, _)| with_peer.node == node) else {
                 continue;
             };
             let of_this_source = with_peers().map(|(_, position)| &self.peers[position]);
-            let mut holding = of_this_source.filter(|(_, peer)| peer.spec.allowed_ips.contains(&part));
-            let holder = holding.next().map(|(name, _)| Holder::Peer(name.as_str().into()));
+            let mut holding = of_this_source.filter(|added| added.peer.spec.allowed_ips.contains(&part));
+            let holder = holding.next().map(|added| Holder::Peer(added.name.as_str().into()));
             let holder = self.taken_prefixes.get(&part).cloned().or(holder);
             match holder {
                 None => {
-                    Arc::make_mut(&mut self.peers[position].1).spec.allowed_ips.insert(part);
+                    Arc::make_mut(&mut self.peers[position].peer)
+                        .spec
+                        .allowed_ips
+                        .insert(part);
                     if self.has_shared_claims {
                         self.taken_prefixes.insert(part, Holder::Node(node.into()));
                     }
@@ -109,7 +109,7 @@ impl<'a> PeerPlanner<'a, '_> {
     /// Returns whether kg would route outer packets into the tunnel, and reports it as a fact: kg serves the target, and `part` contains
     /// the endpoint of one of the member's Peers. wg-agent marks its outer packets and never routes them into the tunnel.
     fn check_routing_loop(&mut self, source: &str, part: IpNet) -> bool {
-        let peers = self.peers.iter().map(|(_, peer)| peer);
+        let peers = self.peers.iter().map(|added| &added.peer);
         let peers = peers.filter(|peer| self.runs_kg && peer.source == source);
         let ips = peers.flat_map(|peer| endpoint::peer_endpoint_ips(&peer.spec));
         let Some(endpoint) = ips.filter(|ip| part.contains(ip)).min() else {

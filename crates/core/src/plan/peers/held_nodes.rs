@@ -4,7 +4,7 @@ use std::{net::IpAddr, sync::Arc};
 
 use ipnet::IpNet;
 
-use super::PeerPlanner;
+use super::{AddedPeer, PeerPlanner};
 use crate::{
     observe::Endpoint,
     plan::{PlannedPeer, nodes, target::MeshMember},
@@ -26,9 +26,9 @@ impl<'a> PeerPlanner<'a, '_> {
             let peer = self.existing.get(name).filter(|peer| {
                 peer.owner.source_cluster.as_deref() == Some(source) && self.inputs.is_ours(&peer.owner)
             })?;
-            Some((name.clone(), peer.spec.as_ref().ok()?.clone()))
+            Some((name.clone(), peer, peer.spec.as_ref().ok()?.clone()))
         });
-        let (name, mut spec) = existing?;
+        let (name, existing, mut spec) = existing?;
         if self.taken_keys.contains_key(&spec.public_key) || self.taken_names.contains(&name) {
             return None;
         }
@@ -56,7 +56,11 @@ impl<'a> PeerPlanner<'a, '_> {
             spec,
         };
         self.take_claims(&name, &peer);
-        self.peers.push((name, Arc::new(peer)));
-        self.peers.last_mut().map(|(_, peer)| Arc::make_mut(peer))
+        self.peers.push(AddedPeer {
+            name,
+            peer: Arc::new(peer),
+            existing: Some(existing),
+        });
+        self.peers.last_mut().map(|added| Arc::make_mut(&mut added.peer))
     }
 }

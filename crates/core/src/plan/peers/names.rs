@@ -2,7 +2,7 @@
 
 use std::{borrow::Cow, sync::Arc};
 
-use super::{Holder, OwnNames, PeerPlanner, RegisteredNode};
+use super::{AddedPeer, Holder, OwnNames, PeerPlanner, RegisteredNode};
 use crate::{
     ownership::{self, Ownership},
     plan::PlannedPeer,
@@ -67,6 +67,7 @@ impl<'a> PeerPlanner<'a, '_> {
             let can_keep = existing.name == readable || !own_names.contains(existing.name);
             can_keep && existing.is_ours_of(&peer.source)
         });
+        let existing = kept.map(|existing| existing.peer);
         let kept = kept.map(|existing| Cow::Borrowed(existing.name));
         let kept = kept.or_else(|| self.readopted.remove(key).map(Cow::Owned));
         let is_free = |name: &str| {
@@ -97,7 +98,8 @@ impl<'a> PeerPlanner<'a, '_> {
             }
         };
         self.take_claims(&name, &peer);
-        self.peers.push((name, peer));
+        let existing = existing.or_else(|| self.existing.get(&name));
+        self.peers.push(AddedPeer { name, peer, existing });
         self.peers.len() - 1
     }
 

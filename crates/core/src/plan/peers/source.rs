@@ -96,7 +96,10 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         let (registry, mesh_member) = (&self.inputs.registries[source], &self.inputs.mesh_members[source]);
         let added = self.add_registered(source, mesh_member, registry, keepalive);
         let nodes = registry.registered.iter().zip(added);
-        let peers = nodes.filter_map(|(node, position)| Some((node.node, self.peers[position?].clone())));
+        let peers = nodes.filter_map(|(node, position)| {
+            let added = &self.peers[position?];
+            Some((node.node, (added.name.clone(), Arc::clone(&added.peer))))
+        });
         RegisteredPeers {
             peers: peers.collect(),
             reports: (self.skipped, self.facts, self.nodes_without_internal_ip),
