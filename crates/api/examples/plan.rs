@@ -202,7 +202,7 @@ impl World {
             let Some(Observation::Fresh(member)) = self.seen.members.get_mut(&identity) else {
                 continue;
             };
-            for step in steps {
+            for step in steps.into_iter().map(Arc::unwrap_or_clone) {
                 match step.item {
                     Item::Peer(name, None) => drop(member.peers.as_mut().unwrap().remove(&name)),
                     Item::Peer(name, Some(spec)) => {

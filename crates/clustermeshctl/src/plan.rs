@@ -5,6 +5,7 @@ use std::{
     collections::BTreeMap,
     io::{self, Read, Write},
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
 use clustermesh_api::convert;
@@ -205,7 +206,7 @@ pub(crate) struct PlanResult {
     /// The clients of the members, as in [`LiveClusters::clients`].
     pub(crate) clients: BTreeMap<ClusterIdentity, Client>,
     /// The steps for each member, keyed as [`Inputs::clusters`], in the order of [`diff::diff`].
-    steps: BTreeMap<String, Vec<Step>>,
+    steps: BTreeMap<String, Vec<Arc<Step>>>,
     pub(crate) settings: Settings,
 }
 
@@ -278,7 +279,13 @@ impl PlanResult {
         // If a mesh names one cluster twice, only the entry whose name sorts first shows the cluster's changes.
         let first = mesh.identities.iter().find(|(_, other)| other.same_cluster(identity));
         let is_shown = first.is_some_and(|(name, _)| name == entry);
-        Some(steps.iter().filter(|step| is_shown && step.mesh == *id).collect())
+        Some(
+            steps
+                .iter()
+                .map(|step| &**step)
+                .filter(|step| is_shown && step.mesh == *id)
+                .collect(),
+        )
     }
 
     pub(crate) fn cluster(&self, mesh: &MeshPlan, entry: &str) -> Option<&ReadCluster> {

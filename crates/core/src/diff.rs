@@ -3,6 +3,7 @@
 use std::{
     borrow::Cow,
     collections::{BTreeMap, BTreeSet},
+    sync::Arc,
 };
 
 use ipnet::IpNet;
@@ -104,7 +105,7 @@ pub struct Step {
 /// names the exceptions). A renamed Peer is deleted under its old name before it is created under the new one. All other steps for Peers
 /// come in the order: deletes, updates, creates.
 #[must_use]
-pub fn diff(plan: &Plan, identity: &ClusterIdentity, member: &Member) -> Vec<Step> {
+pub fn diff(plan: &Plan, identity: &ClusterIdentity, member: &Member) -> Vec<Arc<Step>> {
     steps(
         Differ {
             plan,
@@ -117,7 +118,7 @@ pub fn diff(plan: &Plan, identity: &ClusterIdentity, member: &Member) -> Vec<Ste
 
 /// Like [`diff`], but as if no mesh were paused. The result shows how far the member is from its plan; it must not be written.
 #[must_use]
-pub fn diff_if_resumed(plan: &Plan, identity: &ClusterIdentity, member: &Member) -> Vec<Step> {
+pub fn diff_if_resumed(plan: &Plan, identity: &ClusterIdentity, member: &Member) -> Vec<Arc<Step>> {
     steps(
         Differ {
             plan,
@@ -130,7 +131,7 @@ pub fn diff_if_resumed(plan: &Plan, identity: &ClusterIdentity, member: &Member)
 
 /// Updates the steps of [`diff`] for a member in which only these Peers are planned or observed otherwise than before.
 pub fn update_peer_steps(
-    steps: &mut Vec<Step>,
+    steps: &mut Vec<Arc<Step>>,
     plan: &Plan,
     identity: &ClusterIdentity,
     member: &Member,
@@ -142,7 +143,7 @@ pub fn update_peer_steps(
         identity,
         ignores_pause: false,
     };
-    let (mut peers, others): (Vec<Step>, Vec<Step>) = std::mem::take(steps)
+    let (mut peers, others): (Vec<Arc<Step>>, Vec<Arc<Step>>) = std::mem::take(steps)
         .into_iter()
         .partition(|step| matches!(step.item, Item::Peer(..)));
     peers.retain(|step| matches!(&step.item, Item::Peer(name, _) if !names.contains(name)));
@@ -153,7 +154,7 @@ pub fn update_peer_steps(
     sort_by_phase(steps, existing);
 }
 
-fn steps(differ: Differ<'_>, member: &Member) -> Vec<Step> {
+fn steps(differ: Differ<'_>, member: &Member) -> Vec<Arc<Step>> {
     let mut steps = Vec::new();
     if let Some(existing) = &member.peers {
         steps.extend(differ.peers(existing, None));
@@ -207,7 +208,7 @@ fn steps(differ: Differ<'_>, member: &Member) -> Vec<Step> {
             ("spec.ipFamilyPolicy", !old.families.cover(new.families)),
         ])
     });
-    let kept = |step: &Step| {
+    let kept = |step: &Arc<Step>| {
         let service = match &step.item {
             Item::Service(name, None) => Some(name.clone()),
             Item::Slice(name, None) => member.slices.get(name).map(|slice| ObjectName {
@@ -231,8 +232,8 @@ fn steps(differ: Differ<'_>, member: &Member) -> Vec<Step> {
 /// - 6: creates and updates of mirrored Services
 /// - 7: creates and updates of EndpointSlices
 /// - 8: deletes of PeerPolicies
-fn sort_by_phase(steps: &mut [Step], existing: &Rows<ObservedPeer>) {
-    let order = PeerOrder::of(steps.iter(), existing);
+fn sort_by_phase(steps: &mut [Arc<Step>], existing: &Rows<ObservedPeer>) {
+    let order = PeerOrder::of(steps, existing);
     steps.sort_by_cached_key(|step| match (&step.item, step.action) {
         (Item::Policy(..), Action::Delete) => 8,
         (Item::Policy(..) | Item::Access(..), _) => 0,
@@ -366,18 +367,19 @@ impl<'a> Differ<'a> {
         item: impl Fn(K::Owned, Option<V>) -> Item,
         superseded: impl Fn(&K, &V) -> bool,
         fields: impl Fn(&V, &V) -> Vec<&'static str>,
-    ) -> Vec<Step> {
+    ) -> Vec<Arc<Step>> {
         let (mut steps, mut writes) = (Vec::new(), Vec::new());
         let mut existing = existing.peekable();
         let mut delete = |(name, owner, value): (&K, &Owner, Option<&V>)| {
             let mesh = self.mesh_allowing_delete(owner, || value.is_some_and(|value| superseded(name, value)));
-            steps.extend(mesh.map(|mesh| Step {
+            let step = |mesh| Step {
                 mesh,
                 action: Action::Delete,
                 item: item(name.to_owned(), None),
                 owner: owner.clone(),
                 fields: vec![],
-            }));
+            };
+            steps.extend(mesh.map(|mesh| Arc::new(step(mesh))));
         };
         for Desired {
             name,
@@ -408,13 +410,13 @@ impl<'a> Differ<'a> {
                     (Action::Update, differing)
                 }
             };
-            writes.push(Step {
+            writes.push(Arc::new(Step {
                 mesh: mesh.clone(),
                 action,
                 item: item(name.into_owned(), Some(value.into_owned())),
                 owner: self.owner(mesh, source),
                 fields,
-            });
+            }));
         }
         existing.for_each(delete);
         steps.extend(writes);
@@ -426,7 +428,7 @@ impl<'a> Differ<'a> {
     }
 
     /// `only` = compare no Peers but these; `None` = all.
-    fn peers(&self, existing: &Rows<ObservedPeer>, only: Option<&BTreeSet<String>>) -> Vec<Step> {
+    fn peers(&self, existing: &Rows<ObservedPeer>, only: Option<&BTreeSet<String>>) -> Vec<Arc<Step>> {
         let is_own_node = |spec: &PeerSpec| matches!(spec.role, PeerRole::OwnNode(_));
         let has_own_nodes = || {
             let mut active = self

@@ -4,7 +4,10 @@
 //! Each group has two lanes, which are lists of steps. `revoking` is written before `rest`, so that other steps do not delay steps that
 //! revoke something. In each lane the steps have the order of [`crate::diff::diff`].
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
 
 use ipnet::IpNet;
 
@@ -29,9 +32,9 @@ pub struct Lanes {
     ///
     /// Exception: if a prefix moves from a Peer to another one, the step of the Peer that loses it is in `rest`, unless that Peer is
     /// renamed (another step creates a Peer with its key).
-    pub revoking: Vec<Step>,
+    pub revoking: Vec<Arc<Step>>,
     /// All other steps.
-    pub rest: Vec<Step>,
+    pub rest: Vec<Arc<Step>>,
 }
 
 /// The source of a step.
@@ -42,10 +45,10 @@ pub fn source_of(step: &Step) -> Source {
 
 /// Splits `steps`, the result of the diff for `member`. In the result, each group is listed under the smallest of its sources.
 #[must_use]
-pub fn split_by_source(steps: Vec<Step>, member: &Member) -> BTreeMap<Source, Lanes> {
+pub fn split_by_source(steps: Vec<Arc<Step>>, member: &Member) -> BTreeMap<Source, Lanes> {
     let none = Rows::default();
     let existing = member.peers.as_ref().unwrap_or(&none);
-    let order = PeerOrder::of(steps.iter(), existing);
+    let order = PeerOrder::of(&steps, existing);
     let mut groups = SourceGroups::default();
     let mut first: BTreeMap<Moved, Source> = BTreeMap::new();
     for step in &steps {
@@ -166,8 +169,8 @@ mod tests {
         }
     }
 
-    fn step(source: &str, action: Action, item: Item) -> Step {
-        Step {
+    fn step(source: &str, action: Action, item: Item) -> Arc<Step> {
+        Arc::new(Step {
             mesh: MeshId {
                 namespace: "ns".into(),
                 name: "m".into(),
@@ -176,7 +179,7 @@ mod tests {
             item,
             owner: owner(source),
             fields: vec![],
-        }
+        })
     }
 
     fn member(peers: &[(&str, &str, PeerSpec)]) -> Member {
@@ -194,8 +197,8 @@ mod tests {
     }
 
     /// For each group: (source, names in `revoking`, names in `rest`).
-    fn split(steps: Vec<Step>, member: &Member) -> Vec<(String, Vec<String>, Vec<String>)> {
-        let names = |steps: Vec<Step>| steps.iter().map(|step| step.item.name()).collect();
+    fn split(steps: Vec<Arc<Step>>, member: &Member) -> Vec<(String, Vec<String>, Vec<String>)> {
+        let names = |steps: Vec<Arc<Step>>| steps.iter().map(|step| step.item.name()).collect();
         let groups = split_by_source(steps, member).into_iter();
         groups
             .map(|((_, source), lanes)| (source, names(lanes.revoking), names(lanes.rest)))

@@ -12,7 +12,7 @@ use crate::{
 };
 
 /// The steps of each observed member.
-pub type Steps = BTreeMap<ClusterIdentity, Vec<Step>>;
+pub type Steps = BTreeMap<ClusterIdentity, Vec<Arc<Step>>>;
 
 /// Plans all meshes as [`crate::plan::plan`] does, and computes the steps of all members as [`diff`] does, but follows changes of Nodes
 /// and Peers: a changed Node costs little in a large mesh.

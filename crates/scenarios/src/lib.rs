@@ -5,7 +5,10 @@
 //! [`sandboxed`] have a sandbox with a valid grant.
 #![forbid(unsafe_code)]
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
 
 use clustermesh_core::{
     diff::{Step, diff},
@@ -150,7 +153,7 @@ pub fn planned(scenario: &Scenario) -> Plan {
 }
 
 /// The writes that each member with a fresh observation still needs.
-pub fn steps(plan: &Plan, scenario: &Scenario) -> BTreeMap<ClusterIdentity, Vec<Step>> {
+pub fn steps(plan: &Plan, scenario: &Scenario) -> BTreeMap<ClusterIdentity, Vec<Arc<Step>>> {
     let fresh = scenario
         .seen
         .members

@@ -26,7 +26,7 @@ pub(super) fn render(outcome: &PlanResult) -> String {
     for (id, mesh) in &outcome.plan.meshes {
         page.write_mesh(outcome, id, mesh);
     }
-    let all: Vec<&Step> = outcome.steps.values().flatten().collect();
+    let all: Vec<&Step> = outcome.steps.values().flatten().map(|step| &**step).collect();
     let _ = match &*all {
         [] => writeln!(page.text, "Nothing would change."),
         steps => writeln!(page.text, "Total: {}.", count_text(steps)),

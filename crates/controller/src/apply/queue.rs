@@ -9,6 +9,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
     ops::Bound,
+    sync::Arc,
     time::Duration,
 };
 
@@ -59,7 +60,7 @@ pub(super) enum LaneKind {
 /// A step whose request is in flight.
 #[derive(Debug)]
 pub(super) struct SentStep {
-    pub(super) step: Step,
+    pub(super) step: Arc<Step>,
     group: Source,
     lane_kind: LaneKind,
     /// [`Queue::generation`] at the time of sending.
@@ -70,7 +71,7 @@ pub(super) struct SentStep {
 #[derive(Debug)]
 struct Batch {
     id: u64,
-    steps: VecDeque<Step>,
+    steps: VecDeque<Arc<Step>>,
     /// The steps may move networks or keys between Peers, so they are sent one after the other.
     is_sequential: bool,
 }
@@ -86,9 +87,9 @@ pub(super) struct Queue {
     lanes: BTreeMap<(LaneKind, Source), VecDeque<Batch>>,
     next_batch: u64,
     /// Steps in backoff, keyed by the time at which it ends.
-    waiting: BTreeMap<Instant, Vec<(LaneKind, Source, Step)>>,
+    waiting: BTreeMap<Instant, Vec<(LaneKind, Source, Arc<Step>)>>,
     /// Steps whose object has another write in flight.
-    blocked: BTreeMap<Key, (LaneKind, Source, Step)>,
+    blocked: BTreeMap<Key, (LaneKind, Source, Arc<Step>)>,
     in_flight: BTreeMap<Key, MeshId>,
     /// For each lane: the batch in flight, and how many of its requests are in flight.
     batch_in_flight: BTreeMap<(LaneKind, Source), (u64, usize)>,
@@ -118,7 +119,7 @@ impl Queue {
         let mut wanted: BTreeSet<Key> = BTreeSet::new();
         for (group, lanes) in groups {
             for (lane_kind, steps) in [(LaneKind::Revoking, lanes.revoking), (LaneKind::Rest, lanes.rest)] {
-                wanted.extend(steps.iter().map(key));
+                wanted.extend(steps.iter().map(|step| key(step)));
                 let mut due = Vec::new();
                 for step in steps {
                     match self.backoff_until(&step, now) {
@@ -169,12 +170,12 @@ impl Queue {
         until.filter(|until| *until > now)
     }
 
-    fn defer(&mut self, until: Instant, lane_kind: LaneKind, group: Source, step: Step) {
+    fn defer(&mut self, until: Instant, lane_kind: LaneKind, group: Source, step: Arc<Step>) {
         self.waiting.entry(until).or_default().push((lane_kind, group, step));
     }
 
     /// Puts a step before the others of its lane.
-    fn push_front(&mut self, lane_kind: LaneKind, group: Source, step: Step) {
+    fn push_front(&mut self, lane_kind: LaneKind, group: Source, step: Arc<Step>) {
         let batch = Batch::new(vec![step], &mut self.next_batch);
         self.lanes.entry((lane_kind, group)).or_default().push_front(batch);
     }
@@ -224,7 +225,7 @@ impl Queue {
     /// Appends the steps whose backoff has ended to the end of their lanes. At the front, objects that are refused every time would
     /// use up the tokens of steps that were never sent.
     fn requeue_waiting(&mut self, now: Instant) {
-        let mut due: BTreeMap<(LaneKind, Source), Vec<Step>> = BTreeMap::new();
+        let mut due: BTreeMap<(LaneKind, Source), Vec<Arc<Step>>> = BTreeMap::new();
         while let Some(entry) = self.waiting.first_entry().filter(|entry| *entry.key() <= now) {
             for (lane_kind, group, step) in entry.remove() {
                 due.entry((lane_kind, group)).or_default().push(step);
@@ -236,7 +237,7 @@ impl Queue {
     }
 
     /// Appends steps to the end of a lane.
-    fn append(&mut self, lane: (LaneKind, Source), steps: Vec<Step>) {
+    fn append(&mut self, lane: (LaneKind, Source), steps: Vec<Arc<Step>>) {
         let mut steps = steps.into_iter().peekable();
         while let Some(first) = steps.next() {
             let (kind, action) = (first.item.kind(), first.action);
@@ -265,7 +266,7 @@ impl Queue {
     }
 
     /// Takes the next step from the lane of one group and marks it as in flight. `Err` has the same meaning as in [`Self::next`].
-    fn take(&mut self, lane_kind: LaneKind, group: &Source, now: Instant) -> Result<Step, Option<Instant>> {
+    fn take(&mut self, lane_kind: LaneKind, group: &Source, now: Instant) -> Result<Arc<Step>, Option<Instant>> {
         let lane = (lane_kind, group.clone());
         // The steps of `revoking` are written before those of `rest` of the same group, except steps in backoff or in `blocked`.
         if lane_kind == LaneKind::Rest && self.lanes.contains_key(&(LaneKind::Revoking, group.clone())) {
@@ -468,7 +469,7 @@ impl Queue {
 }
 
 impl Batch {
-    fn new(steps: Vec<Step>, next: &mut u64) -> Self {
+    fn new(steps: Vec<Arc<Step>>, next: &mut u64) -> Self {
         *next += 1;
         Self {
             id: *next,
@@ -480,8 +481,8 @@ impl Batch {
 
 /// Whether the steps of a batch may be in flight at the same time. They must not if updates may move networks or keys between Peers: the
 /// Peer that gains a network is written before the Peer that loses it. Creates and deletes have batches of their own.
-fn can_run_concurrently(batch: &[Step]) -> bool {
-    let may_move = |step: &Step| {
+fn can_run_concurrently(batch: &[Arc<Step>]) -> bool {
+    let may_move = |step: &Arc<Step>| {
         step.fields
             .iter()
             .any(|field| matches!(*field, "spec.allowedIPs" | "spec.publicKey" | "spec"))

@@ -21,23 +21,23 @@ fn mesh() -> MeshId {
     }
 }
 
-fn step(source: &str, item: Item, action: Action) -> Step {
+fn step(source: &str, item: Item, action: Action) -> Arc<Step> {
     let owner = Owner {
         mesh: Some("m".into()),
         mesh_namespace: Some("ns".into()),
         hub: Some("hub".into()),
         source_cluster: Some(source.into()),
     };
-    Step {
+    Arc::new(Step {
         mesh: mesh(),
         action,
         item,
         owner,
         fields: vec![],
-    }
+    })
 }
 
-fn peer_step(source: &str, n: u16, action: Action) -> Step {
+fn peer_step(source: &str, n: u16, action: Action) -> Arc<Step> {
     let mut key = [7; 32];
     key[..2].copy_from_slice(&n.to_be_bytes());
     key[2] = source.as_bytes()[0];
@@ -52,12 +52,12 @@ fn peer_step(source: &str, n: u16, action: Action) -> Step {
     step(source, Item::Peer(format!("{source}-{n}"), Some(spec)), action)
 }
 
-fn policy_step(source: &str) -> Step {
+fn policy_step(source: &str) -> Arc<Step> {
     let item = Item::Policy(format!("policy-{source}"), Some(PolicySpec::default()));
     step(source, item, Action::Create)
 }
 
-fn create_steps(source: &str, count: u16) -> Vec<Step> {
+fn create_steps(source: &str, count: u16) -> Vec<Arc<Step>> {
     (0..count).map(|n| peer_step(source, n, Action::Create)).collect()
 }
 
@@ -141,7 +141,7 @@ impl Fixture {
         }
     }
 
-    fn set_steps(&mut self, steps: &[Step]) {
+    fn set_steps(&mut self, steps: &[Arc<Step>]) {
         self.passes += 1;
         let groups = lanes::split_by_source(steps.to_vec(), &Member::default());
         self.writer
@@ -149,7 +149,7 @@ impl Fixture {
     }
 
     /// Runs passes for `time`: one at the start, and one each time the writer notifies `changed`. Each pass sets the same steps.
-    async fn run_passes(&mut self, steps: &[Step], time: Duration) {
+    async fn run_passes(&mut self, steps: &[Arc<Step>], time: Duration) {
         let end = Instant::now() + time;
         while Instant::now() < end {
             self.set_steps(steps);
@@ -194,7 +194,7 @@ async fn revoking_step_does_not_wait_for_a_large_batch() {
 #[tokio::test(start_paused = true)]
 async fn sources_take_turns() {
     let mut fixture = Fixture::new(|_, _| (201, None));
-    let steps: Vec<Step> = ["a", "b", "c"]
+    let steps: Vec<Arc<Step>> = ["a", "b", "c"]
         .iter()
         .flat_map(|source| create_steps(source, 100))
         .collect();
@@ -216,7 +216,7 @@ async fn sources_take_turns() {
 #[tokio::test(start_paused = true)]
 async fn source_with_many_steps_delays_no_other_source() {
     let mut fixture = Fixture::new(|_, _| (201, None));
-    let steps: Vec<Step> = create_steps("busy", 3000)
+    let steps: Vec<Arc<Step>> = create_steps("busy", 3000)
         .into_iter()
         .chain(create_steps("other", 900))
         .collect();
@@ -374,7 +374,8 @@ async fn peers_with_changed_allowed_ips_are_written_sequentially() {
         _ => (200, None),
     });
     let mut steps = [peer_step("a", 1, Action::Update), peer_step("a", 2, Action::Update)];
-    steps.iter_mut().for_each(|step| step.fields = vec!["spec.allowedIPs"]);
+    let mutable = steps.iter_mut().map(Arc::make_mut);
+    mutable.for_each(|step| step.fields = vec!["spec.allowedIPs"]);
     fixture.set_steps(&steps);
     tokio::time::sleep(Duration::from_secs(1)).await;
     assert_eq!(fixture.requests(), ["GET a-1", "PUT a-1", "GET a-2", "PUT a-2"]);

@@ -54,7 +54,7 @@ impl Planning {
 pub(super) fn select_steps(
     plan: &Plan,
     seen: &Observations,
-    diff: impl Fn(&ClusterIdentity, &Member) -> Vec<Step>,
+    diff: impl Fn(&ClusterIdentity, &Member) -> Vec<Arc<Step>>,
 ) -> Steps {
     let mut all = Steps::new();
     // Identities that differ only in the key of the Secret are one cluster, so only one of them gets steps. Identities whose
@@ -84,7 +84,7 @@ pub(super) fn count_outstanding(
     seen: &Observations,
     steps: &Steps,
 ) -> BTreeMap<ClusterIdentity, BTreeMap<Source, usize>> {
-    let is_paused = |step: &&Step| plan.meshes.get(&step.mesh).is_some_and(|mesh| mesh.paused);
+    let is_paused = |step: &&Arc<Step>| plan.meshes.get(&step.mesh).is_some_and(|mesh| mesh.paused);
     let resumed = if plan.meshes.values().any(|mesh| mesh.paused) {
         select_steps(plan, seen, |identity, member| diff_if_resumed(plan, identity, member))
     } else {

@@ -3,7 +3,7 @@
 //! - a renamed Peer: the Peer with the old name is deleted before the one with the new name is created
 //! - a Peer that gains one moving prefix and loses another, in one write: the lost prefix may be in no Peer until the next write
 
-use std::collections::BTreeSet;
+use std::{collections::BTreeSet, sync::Arc};
 
 use ipnet::IpNet;
 
@@ -55,8 +55,9 @@ pub(crate) fn lost_prefixes<'a>(step: &'a Step, existing: &'a Rows<ObservedPeer>
 
 impl PeerOrder {
     /// Collects the moving prefixes and the keys of created Peers; steps of other kinds are ignored.
-    pub(crate) fn of<'a>(steps: impl Iterator<Item = &'a Step>, existing: &Rows<ObservedPeer>) -> Self {
-        let steps: Vec<&Step> = steps.filter(|step| matches!(step.item, Item::Peer(..))).collect();
+    pub(crate) fn of(steps: &[Arc<Step>], existing: &Rows<ObservedPeer>) -> Self {
+        let is_peer = |step: &&Step| matches!(step.item, Item::Peer(..));
+        let steps: Vec<&Step> = steps.iter().map(|step| &**step).filter(is_peer).collect();
         let mut moving_prefixes: BTreeSet<IpNet> =
             steps.iter().flat_map(|step| lost_prefixes(step, existing)).collect();
         // Usually no Peer loses a prefix.

@@ -3,6 +3,7 @@
 use std::{
     borrow::Cow,
     collections::{BTreeMap, BTreeSet},
+    sync::Arc,
 };
 
 use super::{Desired, Differ, Item, Step, differing};
@@ -13,7 +14,7 @@ use crate::{
 };
 
 impl Differ<'_> {
-    pub(super) fn slices(&self, member: &Member) -> Vec<Step> {
+    pub(super) fn slices(&self, member: &Member) -> Vec<Arc<Step>> {
         type ServiceAndSlice = (String, PlannedSlice);
         let observed: BTreeMap<ObjectName, (&Owner, ServiceAndSlice)> = member
             .slices

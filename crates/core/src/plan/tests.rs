@@ -2,7 +2,10 @@
 //!
 //! This file has the shared fixture: a mesh of two clusters, and helpers that plan the mesh and write the plan.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
 
 use ipnet::IpNet;
 
@@ -194,7 +197,7 @@ fn allowed<'a>(plan: &'a MeshPlan, target: &str, peer: &str) -> &'a BTreeSet<IpN
 }
 
 /// Applies the steps to the observed state of a member, as its API server would.
-fn apply(member: &mut Member, steps: &[Step]) {
+fn apply(member: &mut Member, steps: &[Arc<Step>]) {
     for step in steps {
         let owner = step.owner.clone();
         match step.item.clone() {
@@ -274,6 +277,6 @@ fn store_anchors(mesh: &mut Mesh, seen: &Observations) {
 }
 
 /// The action and the object name of each step.
-fn summaries(steps: &[Step]) -> Vec<(Action, String)> {
+fn summaries(steps: &[Arc<Step>]) -> Vec<(Action, String)> {
     steps.iter().map(|step| (step.action, step.item.name())).collect()
 }

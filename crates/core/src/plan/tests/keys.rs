@@ -260,7 +260,7 @@ fn own_objects_that_lost_their_mesh_label_are_adopted() {
     );
     let steps: Vec<_> = steps
         .into_iter()
-        .map(|step| (step.action, step.item.name(), step.fields))
+        .map(|step| (step.action, step.item.name(), step.fields.clone()))
         .collect();
     assert_eq!(
         steps,

@@ -49,7 +49,7 @@ fn kilo_tenant(nodes: &[Node]) -> (Mesh, Observations) {
 }
 
 /// All steps that would be written, by member.
-fn pending_writes(mesh: &Mesh, seen: &Observations) -> Vec<(String, Vec<Step>)> {
+fn pending_writes(mesh: &Mesh, seen: &Observations) -> Vec<(String, Vec<Arc<Step>>)> {
     let (plan, _) = plan_mesh(mesh, seen);
     let members = seen.members.iter();
     let written =

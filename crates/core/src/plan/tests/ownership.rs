@@ -287,7 +287,7 @@ fn peers_of_another_hub_change_only_when_adopted() {
         steps
             .into_iter()
             .filter(|s| s.item.kind() == "Peer")
-            .map(|s| (s.action, s.item.name(), s.fields))
+            .map(|s| (s.action, s.item.name(), s.fields.clone()))
             .collect::<Vec<_>>()
     };
     assert_eq!(
