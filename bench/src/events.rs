@@ -34,7 +34,7 @@ use objects::name;
 const CONCURRENCY: usize = 16;
 /// Port of the endpoint that the first event sets; each event has its own port.
 const FIRST_PORT: u16 = 20_000;
-/// The annotation that an event changes: the endpoint of a Node, which a person names.
+/// The annotation that an event changes. With it, an operator sets the endpoint of a Node.
 const ENDPOINT: &str = "kilo.squat.ai/force-endpoint";
 /// The host of the proxies.
 const PROXIES: Ipv4Addr = Ipv4Addr::new(172, 30, 1, 202);
@@ -61,11 +61,11 @@ pub(crate) struct Args {
     /// How often the creation of all Peers is compared with a client that creates the same objects alone.
     #[arg(long, default_value_t = 0)]
     creations: u8,
-    /// Measures also while one of the last members misbehaves in each of these ways: slow, throttling, error, truncated, flapping,
-    /// endless, conflict.
+    /// Measures also while the last members misbehave, one member in each of these ways: slow, throttling, error, truncated,
+    /// flapping, endless, conflict.
     #[arg(long, value_delimiter = ',')]
     faults: Vec<Fault>,
-    /// How often is measured without the faults and with them, in turn.
+    /// How often to measure without the faults and with them, in turn.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
     rounds: u16,
     #[command(flatten)]
@@ -137,8 +137,8 @@ impl Bench {
         Ok(())
     }
 
-    /// The indexes of the members that never misbehave.
-    fn healthy(&self) -> usize {
+    /// The number of members that never misbehave. They are the first ones.
+    fn healthy_count(&self) -> usize {
         self.clients.len() - self.proxies.len()
     }
 
@@ -153,8 +153,8 @@ impl Bench {
         let mut changed = Vec::new();
         for event in 0..args.rate * args.seconds {
             ticks.tick().await;
-            let index = usize::from(event) % self.healthy();
-            let n = event / u16::try_from(self.healthy())? % self.nodes;
+            let index = usize::from(event) % self.healthy_count();
+            let n = event / u16::try_from(self.healthy_count())? % self.nodes;
             let port = first_port + event;
             let endpoint = format!("{}:{port}", objects::address(index, n));
             let patch = json!({"metadata": {"annotations": {ENDPOINT: endpoint}}});
@@ -175,10 +175,10 @@ impl Bench {
     async fn measure_events(&self, args: &Args, first_port: u16, controller: &Running) -> anyhow::Result<Events> {
         let seen = Seen::default();
         let mut watches = tokio::task::JoinSet::new();
-        for (index, client) in self.clients.iter().enumerate().take(self.healthy()) {
+        for (index, client) in self.clients.iter().enumerate().take(self.healthy_count()) {
             watches.spawn(watch_peers(index, client.clone(), Arc::clone(&seen)));
         }
-        // Then the first lists of the watches are over, too.
+        // Within this time the first lists of the watches are complete, too.
         tokio::time::sleep(SETTLE).await;
         let pid = controller.pid().context("the controller has ended")?.try_into()?;
         let (before, began) = (cpu::Cpu::now(&[pid])?, Instant::now());
@@ -189,13 +189,13 @@ impl Bench {
         watches.abort_all();
         let seen = seen.lock().map_err(|_| anyhow::anyhow!("a watch panicked"))?;
         let times = changed.iter().flat_map(|(source, port, at)| {
-            let targets = (0..self.healthy()).filter(move |target| target != source);
+            let targets = (0..self.healthy_count()).filter(move |target| target != source);
             let times = targets.filter_map(|target| seen.get(&(target, *port)));
             times.map(|time| time.duration_since(*at).as_secs_f64() * 1000.0)
         });
         Ok(Events {
             latencies: times.collect(),
-            expected: changed.len() * (self.healthy() - 1),
+            expected: changed.len() * (self.healthy_count() - 1),
             cpu: used.daemons / seconds,
             machine: used.machine / seconds,
             resident: cpu::resident(pid)?,
@@ -271,7 +271,7 @@ async fn measure(args: &Args) -> anyhow::Result<()> {
     let created = bench.create_mesh_and_wait().await?;
     bench.env.until_condition("Ready", "True/Meshed", LATER * 4).await;
     let pid = controller.pid().context("the controller has ended")?.try_into()?;
-    // The status was written, and nothing else is due.
+    // After this pause the status is written, and nothing else is due.
     tokio::time::sleep(Duration::from_secs(10)).await;
     let (at_rest, began) = (cpu::Cpu::now(&[pid])?, Instant::now());
     tokio::time::sleep(Duration::from_secs(30)).await;

@@ -196,7 +196,8 @@ impl Bench<'_> {
                 wire.ends[0].until_answered(&target)?;
                 load::latency(wire, &target, half)?
             }
-            // A gateway answers no ping to wait for. No wait is needed: WireGuard stages the first request until the handshake is done.
+            // Do not wait for a ping, because a gateway answers none. No wait is needed: WireGuard stages the first request until
+            // the handshake is done.
             Variant::GatewayByHand | Variant::Gateway => {
                 load::latency_of(&load::bind(self.pod, POD, load::ECHO_PORT)?, wire, &target, half)?
             }

@@ -76,7 +76,8 @@ pub(crate) fn server(end: &End) -> anyhow::Result<Running> {
     Running::start(&mut command)
 }
 
-/// Runs `streams` TCP streams from the near end to the iperf3 server at the address `target`: at the far end or in the pod behind it.
+/// Runs `streams` TCP streams from the near end to the iperf3 server at the address `target`. The server runs at the far end,
+/// or in the pod behind the far end.
 pub(crate) fn throughput(
     wire: &Wire,
     target: &str,

@@ -46,7 +46,7 @@ enum Bench {
     /// Measure gateways for sandboxes on whole clusters: how fast an added or removed grant takes effect, how long a restarted or replaced
     /// gateway is unreachable, throughput by the number of grants, and the resources of an idle gateway.
     Policy(policy::Args),
-    /// Measure what one agent at rest receives from the API server of a cluster with a thousand Nodes, which is real; the kubelets are not.
+    /// Measure what one agent at rest receives from a real API server with a thousand Nodes. No kubelets run.
     Scale(scale::Args),
     /// Send traffic through our device for minutes, with rekeys, killed processes and changed addresses.
     Soak(soak::Args),

@@ -1,5 +1,5 @@
-//! `cargo xtask bench plan`: measures the planner in one process, without API servers. The measuring program is an example of the crate
-//! that converts Node objects, because only the release build of that crate is needed.
+//! `cargo xtask bench plan`: measures the planner in one process, without API servers. The measuring program is an example of
+//! `clustermesh-api`, so that only this crate and its dependencies are built in release mode.
 
 use std::ffi::OsString;
 

@@ -53,8 +53,8 @@ enum Part {
     Throughput,
 }
 
-/// A duration that every round measures, in milliseconds. It starts just before the change is made; only `ReplacedSilent` and
-/// `ConnectionWaited` are the lengths of a silence and of a wait.
+/// A duration that every round measures, in milliseconds. `ReplacedSilent` is the length of a silence and
+/// `ConnectionWaited` that of a wait. All others start just before the change is made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 enum Time {
@@ -153,7 +153,7 @@ impl Measured {
     }
 }
 
-/// The smallest value for which at least the fraction `share` of the values is not larger.
+/// The smallest value such that at least the fraction `share` of all values is less than or equal to it (nearest rank).
 fn quantile(sorted: &[u128], share: f64) -> u128 {
     #[allow(
         clippy::cast_possible_truncation,

@@ -1,5 +1,5 @@
-//! `cargo xtask bench scale`: measures what one agent at rest receives from the API server of a large cluster. The API server is real and
-//! has the Nodes; their kubelets are played: each Node's status is written once in five minutes.
+//! `cargo xtask bench scale`: measures what one agent at rest receives from the API server of a large cluster. The API server is
+//! real. The benchmark creates the Nodes and writes each Node's status once in five minutes, as a kubelet does.
 
 use std::{
     path::PathBuf,
@@ -94,7 +94,7 @@ async fn measure(args: &Args) -> anyhow::Result<()> {
     let at_start = received(&env).await?;
     let ready = started.elapsed();
 
-    // The agent's own first writes, and what follows from them, are over.
+    // Waits until the agent's first writes, and the events that they cause, are over.
     tokio::time::sleep(Duration::from_secs(20)).await;
     let before = received(&env).await?;
     let counted = Instant::now();
@@ -176,7 +176,8 @@ async fn create_node(client: &Client, n: u16) -> anyhow::Result<()> {
         },
         "spec": {"podCIDR": pods, "podCIDRs": [pods]},
     });
-    // Also of the agent's own Node, as if the agent had run before: an agent lists all Nodes once more after it has taken a new address.
+    // The agent's own Node has this annotation, too, as if the agent had run before: an agent that takes a new address lists all
+    // Nodes once more.
     node["metadata"]["annotations"]["kilo.squat.ai/wireguard-ip"] = json!(format!("100.66.{}.{low}/16", high + 100));
     let images: Vec<Value> = (0..IMAGES)
         .map(|image| {

@@ -100,7 +100,7 @@ impl Keys {
     }
 }
 
-/// One end of a tunnel.
+/// The running program at one end of a tunnel.
 pub(crate) struct Daemon {
     running: Running,
     interface: String,

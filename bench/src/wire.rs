@@ -61,7 +61,8 @@ impl Wire {
         Ok(wire)
     }
 
-    /// Creates a pod behind the far end: a third namespace, with another veth to the far end, which is [`GATEWAY`] there.
+    /// Creates a pod behind the far end: a third namespace, with another veth to the far end. On that veth, the far end has the
+    /// address [`GATEWAY`].
     pub(crate) fn pod(&self) -> anyhow::Result<End> {
         let pod = End::new(3)?;
         let far = &self.ends[1];

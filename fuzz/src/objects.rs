@@ -195,7 +195,7 @@ fn inputs(objects: Vec<DynamicObject>) -> Inputs {
         throw: ["172.29.0.1/32".parse().expect("a network")].into(),
         api_servers: ["172.29.0.11:6443".parse().expect("a socket")].into(),
         all_node_addresses: BTreeSet::new(),
-        pods_elsewhere: BTreeSet::new(),
+        pod_cidrs_of_other_nodes: BTreeSet::new(),
         own_sources: BTreeSet::new(),
         peers,
         policies,

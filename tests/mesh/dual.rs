@@ -31,7 +31,7 @@ async fn ipv6_flows_between_members_work_and_are_encrypted() {
         "the capture contains WireGuard packets"
     );
     assert_eq!(mesh.unencrypted(&captured).await, Vec::<String>::new());
-    // The outer packets are IPv4, so an IPv6 packet between the clusters is unencrypted.
+    // The tunnel's outer packets are IPv4, so an IPv6 packet between the clusters would be an unencrypted one.
     assert_eq!(mesh.v6_between_clusters(&captured).await, Vec::<String>::new());
 
     annotated_ipv6_endpoints_carry_the_tunnel(&mesh).await;

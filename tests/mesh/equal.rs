@@ -144,7 +144,8 @@ impl TestEnv<'_> {
             .collect()
     }
 
-    /// The address from which an anchor's packets reach a pod: for a pod on the anchor that of the bridge, else the anchor's InternalIP.
+    /// The address from which an anchor's packets reach a pod. For a pod on the anchor it is the address of the pods' bridge, for
+    /// other pods the anchor's InternalIP.
     fn source_behind(&self, anchor: &str, to: &RunningPod) -> IpAddr {
         match to.ip {
             IpAddr::V4(ip) if to.node == anchor => {
@@ -201,7 +202,8 @@ impl TestEnv<'_> {
         }
     }
 
-    /// An address of the equal networks is a pod of the client's own cluster, and in the hub nothing at all.
+    /// An address of the equal networks leads a client in a tenant only to a pod of the same tenant, and a client in the hub to
+    /// no pod.
     async fn tenants_pods_are_reached_only_in_their_cluster(&self) {
         let [a, b] = &self.tenants;
         for to in &a.webs {
@@ -217,8 +219,9 @@ impl TestEnv<'_> {
         }
     }
 
-    /// Of two `Routed` members with equal networks, the first one is accepted. Ready is False and names the network. The second one
-    /// stays masqueraded and keeps its tunnels, and its pods reach each other, although the first one's pods have their addresses.
+    /// Of two `Routed` members with equal networks, the first one is accepted. Ready is False and names the network. The second
+    /// one stays masqueraded and keeps its tunnels. Its pods reach each other, although pods of the first one have the same
+    /// addresses.
     async fn second_routed_tenant_stays_masqueraded(&self, egress: &[(&str, &str)]) {
         let [a, b] = &self.tenants;
         let before = self.peers_of(&self.hub, TENANTS[1]).await;

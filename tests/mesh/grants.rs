@@ -125,7 +125,7 @@ async fn mirrored_services_answer_through_every_gateway(env: &TestEnv<'_>, sandb
 async fn host_network_service_is_refused(env: &TestEnv<'_>) {
     let hosted = env.hub.pods_of_app("hosted").await.unwrap().remove(0);
     let hosts: Vec<String> = addresses(&hosted).map(|ip| ip.to_string()).collect();
-    // For both ports of `hosted` in each SandboxAccess: the name of the SandboxAccess, and the field.
+    // Each SandboxAccess has two entries for `hosted`, one for each port. A refusal names the SandboxAccess and the field in it.
     let mut refused = BTreeSet::new();
     for sandbox in &env.sandboxes {
         let access = env.granted_ports(sandbox).await;

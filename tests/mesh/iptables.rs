@@ -1,6 +1,6 @@
-//! Tests the flows with kube-proxy in iptables mode on whole clusters, and that the agent restores its table and pods reach
-//! each other after another program has flushed a node's nftables ruleset. The test in `flows` uses kube-proxy in nftables
-//! mode.
+//! Tests on whole clusters that the flows work with kube-proxy in iptables mode. Then another program flushes a node's nftables
+//! ruleset: the test checks that the agent restores its table and that pods still reach each other. The test in `flows` uses
+//! kube-proxy in nftables mode.
 
 use std::time::Instant;
 

@@ -1,5 +1,6 @@
-//! Tests a mesh of two clusters that Kilo serves and a hub with wg-agent, on whole clusters with the program `kg` that `KG_BIN` names. One
-//! cluster has a tunnel between every two nodes (granularity `full`), the other has tunnels between locations (`location`).
+//! Tests a mesh of three whole clusters: wg-agent serves the hub, and Kilo serves the two others, with the program `kg` at the
+//! path in `KG_BIN`. One of Kilo's clusters has a tunnel between every two nodes (granularity `full`), the other has tunnels
+//! between locations (`location`).
 //!
 //! `cargo xtask test` runs this module only if `KG_BIN` is set.
 
@@ -55,7 +56,7 @@ async fn clusters_of_kg_and_of_agents_are_one_mesh() {
     let env = TestEnv::start(&lab).await;
     env.every_pod_reaches_every_pod().await;
     env.services_are_reached().await;
-    env.restart_and_rest_of_kg_cause_no_write().await;
+    env.restarted_or_idle_kg_causes_no_write().await;
     env.renumbered_nodes_are_followed().await;
     env.dead_leader_is_replaced().await;
     env.node_joins_and_leaves().await;
@@ -108,7 +109,8 @@ impl<'a> TestEnv<'a> {
         self.webs().await.into_iter().find(|web| web.node == node).unwrap()
     }
 
-    /// The sources that a client in another cluster may have: its own address, or, because the CNI masquerades, the addresses of its node.
+    /// The source addresses that a server may see for the client `from`: the pod's own, or, because the CNI masquerades, those of
+    /// the pod's node.
     async fn sources(&self, from: &RunningPod) -> BTreeSet<IpAddr> {
         let cluster = self.lab.node(&from.node).cluster();
         let node = json(&cluster, &["get", "node", &from.node]).await;
@@ -186,7 +188,7 @@ impl<'a> TestEnv<'a> {
 
     /// kg removes its annotations when it stops. Neither that nor its check-ins cause the controller to write a Peer, and at rest kg does
     /// not configure its device anew.
-    async fn restart_and_rest_of_kg_cause_no_write(&self) {
+    async fn restarted_or_idle_kg_causes_no_write(&self) {
         let before = self.peer_writes();
         let (from, to) = (self.web_on("mgmt-1").await, self.web_on("tenant-b-2").await);
         let watch = Watch::start(self.lab, &from, &to).await;
@@ -268,7 +270,7 @@ impl<'a> TestEnv<'a> {
         self.every_pod_reaches_every_pod().await;
         node.power_cut().await.unwrap();
         self.full.kubectl(["delete", "node", node.name()]).await.unwrap();
-        // No kubelet confirms that this pod has ended.
+        // The node's kubelet cannot confirm that its pods have ended, so their deletion is forced.
         let on_node = format!("--field-selector=spec.nodeName={}", node.name());
         let delete = ["delete", "pods", "--force", &on_node];
         self.full.kubectl(delete).await.unwrap();
@@ -311,7 +313,7 @@ impl<'a> TestEnv<'a> {
         println!("changed from granularity location to cross");
     }
 
-    /// The kubelet's port of the node is open to the hub's pods while kg runs alone.
+    /// While kg runs alone, the hub's pods reach the kubelet of `tenant-b-3`. With wg-agent in policy mode they no longer do.
     async fn policy_mode_keeps_sources_and_closes_ports(&self) {
         let from = self.web_on("mgmt-1").await;
         let to = self.web_on("tenant-b-3").await;

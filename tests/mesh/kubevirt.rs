@@ -83,7 +83,7 @@ async fn worker_in_hub_pod_uses_eth0_only_for_its_underlay() {
     let (tcp, udp) = env.count_replies_on_eth0(&captured).await;
     assert!(tcp > 0 && udp >= 6, "{tcp} TCP and {udp} UDP replies on eth0");
 
-    masquerade::flow_continues_on_the_node_that_it_enters(&mut env).await;
+    masquerade::flow_continues_on_the_workers_new_node(&mut env).await;
     mtu::tunnel_follows_mtu_of_pod_network(&env).await;
     address::worker_with_another_address_is_found(&mut env, &product).await;
     env.dead_agent_keeps_underlay_open_and_mesh_closed(&hub).await;

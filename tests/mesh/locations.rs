@@ -63,7 +63,7 @@ async fn nodes_in_several_locations_are_one_cluster() {
     env.locations_are_apart_without_the_mesh().await;
     let open_flows = api_server::open_flows(&env).await;
     let capture = lab.capture("locations", "ip").await.unwrap();
-    // The pods' addresses are outside allowedNetworks, which say only what other members see.
+    // The pods' addresses are outside allowedNetworks: a masqueraded member lists only the addresses that other members see.
     let mesh = product.mesh_masqueraded(&[MEMBER], &[]);
     let mesh = mesh.replace(
         "addressing: Masqueraded",
@@ -90,7 +90,8 @@ async fn nodes_in_several_locations_are_one_cluster() {
     // The API server reaches the kubelets in the datacenter without the mesh.
     let filter = format!("{unencrypted} and not host {}", plan.api_address());
     assert_eq!(captured.packets(&filter).await.unwrap(), Vec::<String>::new());
-    // The two clouds are on this link, and flannel has routes between them.
+    // Both clouds are on the captured underlay, and flannel has routes between them. The capture would contain packets that
+    // used those routes.
     let vxlan = vxlan.stop().await.unwrap();
     assert_eq!(vxlan.packets("udp").await.unwrap(), Vec::<String>::new());
 
@@ -125,7 +126,7 @@ impl TestEnv<'_> {
     async fn locations_are_apart_without_the_mesh(&self) {
         let (here, there) = (self.web("tenant-a-1"), self.web("tenant-a-3"));
         for (from, to) in [(here, there), (there, here)] {
-            // A TCP server would repeat its SYN-ACK for a minute, unencrypted, also after the capture has begun.
+            // Not tested with TCP: the server would repeat its SYN-ACK for a minute, unencrypted, even after the capture begins.
             let is_answered = self.lab.ping(&pod(from), to.ip).await.unwrap();
             assert!(!is_answered, "{} -> {}", from.node, to.node);
         }

@@ -137,8 +137,8 @@ impl TestEnv<'_> {
         }
     }
 
-    /// A Node of tenant B reports that it sees the nodes of tenant A at an address of B. The hub tries this endpoint after all others: it
-    /// moves no tunnel, and new tunnels find the true endpoint.
+    /// A Node of tenant B reports that it sees the nodes of tenant A at an address of B. The hub tries this endpoint after all
+    /// others: the report moves no tunnel, and new tunnels find the true endpoint.
     async fn forged_report_redirects_nothing(&self) {
         let [a, b] = &self.tenants;
         let forged = format!("{}:51820", b.plan().nat_address());
@@ -260,9 +260,9 @@ impl TestEnv<'_> {
         }
     }
 
-    /// A cable connects both private networks, while the NATs still drop the packets that each tenant sends to the public addresses of
-    /// the other: so it is for nodes behind one router that does not forward to its own public address. A new first candidate that
-    /// does not answer changes no endpoint.
+    /// A cable connects both private networks, while the NATs still drop the packets that each tenant sends to the public
+    /// addresses of the other. This simulates nodes behind one router that does not forward packets to its own public address. A
+    /// new first candidate that does not answer changes no endpoint.
     async fn nodes_in_one_private_network_use_private_addresses(&self) {
         let [a, b] = &self.tenant_webs;
         self.lab.join_private_networks(TENANTS).await.unwrap();
@@ -305,7 +305,8 @@ impl TestEnv<'_> {
         self.lab.separate_private_networks(TENANTS).await.unwrap();
     }
 
-    /// Waits until the agent on a node has this address as a candidate of each of the two peers in a cluster: the one that `select` picks.
+    /// Waits until the agent on a node has this address among the candidates of both peers of a cluster, at the position that
+    /// `select` picks.
     async fn wait_for_candidate(
         &self,
         node: &str,
@@ -326,7 +327,7 @@ impl TestEnv<'_> {
         .unwrap();
     }
 
-    /// Asserts that the agent on a node uses the same endpoints during a poll of its device, which it polls every 5 s.
+    /// Asserts for 7 s that the agent on a node uses these endpoints. In this time the agent polls its device at least once.
     async fn assert_endpoints_stay(&self, node: &str, cluster: &str, endpoints: &[String]) {
         for _ in 0..7 {
             assert_eq!(endpoints_in_use(&self.peers_of_agent(node, cluster).await), endpoints);
@@ -343,7 +344,8 @@ impl TestEnv<'_> {
         peers.filter(|peer| peer["cluster"] == cluster).cloned().collect()
     }
 
-    /// A cloud's one-to-one NAT: the node does not know its public address. Packets that come first from outside reach it.
+    /// A cloud's one-to-one NAT: the node does not know its public address. Packets from outside reach the node even if it
+    /// has sent none.
     async fn nodes_behind_one_to_one_nat_are_reached(&self) {
         self.lab.set_nat(TENANTS[0], NatKind::OneToOne).await.unwrap();
         let [a, b] = &self.tenant_webs;

@@ -1,6 +1,6 @@
-//! Tests a sandbox that enters a cluster without agents, on whole clusters. First the hub's nodes run no agent, later
-//! kg (simulated by its annotations), and packets between its pods bypass netfilter. The hub's pod network is Shared, and
-//! sandboxes dial the gateways at NodePorts. The sandbox reaches its grants and nothing else.
+//! Tests on whole clusters that a sandbox reaches its grants and nothing else in a hub without wg-agent. At first the hub's
+//! nodes run no agent. Later they run kg (simulated by its annotations), and packets between the hub's pods bypass netfilter.
+//! The hub's pod network is Shared, and sandboxes dial the gateways at NodePorts.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -178,7 +178,7 @@ impl<'a> TestEnv<'a> {
             let nodes = nodes.clone();
             checking_in.spawn(async move {
                 loop {
-                    // kg does so every 30 s. This test does so more often, so that a loaded machine makes no node
+                    // kg checks in every 30 s. This test checks in more often, so that a loaded machine makes no node
                     // silent.
                     tokio::time::sleep(Duration::from_secs(5)).await;
                     let annotated = annotate(&nodes, &name, &json!({names::KILO_LAST_SEEN: now()})).await;

@@ -1,5 +1,6 @@
 //! Runs a gateway against a real API server. Two sandboxes must reach their grants and nothing else, even while grants
-//! and endpoints change. The gateway's process has only the privileges of its container in deploy/gateway.yaml. Needs root.
+//! and endpoints change. The gateway's process has only the privileges of its container in deploy/gateway.yaml. The test needs
+//! root.
 
 mod lifecycle;
 mod testbed;

@@ -27,7 +27,7 @@ use crate::two_clusters::{MGMT, TENANT, TIMEOUT, TwoClusters, cluster_pods, peer
 /// Time limit of a wait for answers or errors of senders, also on a loaded machine.
 const SENDER_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The IPv6 networks and addresses of a cluster. Its IPv4 networks are in its site, its IPv4 addresses in [`IPV4`].
+/// The IPv6 networks and addresses of a cluster. The IPv4 networks are in `two_clusters::Site`, the IPv4 addresses in [`IPV4`].
 struct Ipv6 {
     pods: &'static str,
     /// The cluster's pod network, a /32. `pods` is the part of its node.

@@ -201,8 +201,8 @@ async fn pod(clusters: &TwoClusters, site: &Site) -> Pod {
     Pod { netns, address }
 }
 
-/// Waits until each pod gets echoes from the other, and three in a row in one connection: conntrack and marks treat its first
-/// packet otherwise than the following ones.
+/// Waits until each pod gets three echoes in a row from the other pod's server over one UDP socket. One echo is not enough:
+/// conntrack and marks treat the first packet of a connection differently from the following ones.
 async fn assert_pods_reach_each_other(clusters: &TwoClusters, [mgmt, tenant]: &[Pod; 2]) {
     for (from, to) in [(tenant, mgmt), (mgmt, tenant)] {
         let what = format!("UDP echoes from {} to {}", to.address, from.address);

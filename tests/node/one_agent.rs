@@ -94,7 +94,7 @@ async fn agent_publishes_its_identity_and_restores_it() {
         .create(&PostParams::default(), &csi_node)
         .await
         .expect("create a CSINode");
-    wait_until_node_is(&clusters, site, true).await;
+    wait_until_rival_is_known(&clusters, site, true).await;
     // The agent would write a changed WireGuard address in the same request as the restored key.
     clusters.annotate(site, KILO_KEY, "nonsense").await;
     wait_for_annotation(&clusters, site, KILO_KEY, &first[KILO_KEY]).await;
@@ -112,13 +112,13 @@ async fn agent_publishes_its_identity_and_restores_it() {
         .delete("zz-late", &Default::default())
         .await
         .expect("delete the CSINode");
-    wait_until_node_is(&clusters, site, false).await;
+    wait_until_rival_is_known(&clusters, site, false).await;
 }
 
 /// The InternalIP of a Node that is created while an agent runs.
 const RIVAL: &str = "192.0.2.77";
 
-/// Creates so many Nodes that an agent requests the table of Nodes only every 50 to 100 s.
+/// Creates so many Nodes that an agent requests the table of all Nodes (as `kubectl get nodes` does) only every 50 to 100 s.
 async fn create_nodes(clusters: &TwoClusters, site: &Site) {
     let nodes = clusters.nodes(site).await;
     let create = |n: u8| {
@@ -138,12 +138,13 @@ async fn create_nodes(clusters: &TwoClusters, site: &Site) {
         .await;
 }
 
-/// Waits until the agent knows or has forgotten the Node with the address [`RIVAL`], earlier than by the table.
-async fn wait_until_node_is(clusters: &TwoClusters, site: &Site, known: bool) {
-    let before_the_table = std::time::Duration::from_secs(40);
-    wait_until(format!("{RIVAL} to be known: {known}"), before_the_table, async || {
+/// Waits until the agent knows the Node with the address [`RIVAL`], or has forgotten it. The timeout is shorter than the time
+/// until the agent requests the table of Nodes again.
+async fn wait_until_rival_is_known(clusters: &TwoClusters, site: &Site, is_known: bool) {
+    let timeout = std::time::Duration::from_secs(40);
+    wait_until(format!("{RIVAL} to be known: {is_known}"), timeout, async || {
         let (_, state) = clusters.page(site, "/debug/state").await;
-        (state.contains(RIVAL) == known).then_some(()).ok_or(state)
+        (state.contains(RIVAL) == is_known).then_some(()).ok_or(state)
     })
     .await
     .unwrap_or_else(|error| panic!("{error}"));

@@ -12,7 +12,7 @@ use kube::api::{Patch, PatchParams};
 
 use crate::two_clusters::{MGMT, Site, TENANT, TIMEOUT, TwoClusters, peer};
 
-/// Time limit for the agent to notice that the connection of a watch is dead. The watch itself ends after at least 300 s.
+/// Time limit for the agent to notice that the connection of a watch is dead. By itself, a dead watch ends after at least 300 s.
 const DEAD_CONNECTION: Duration = Duration::from_secs(50);
 const DEFAULT_ROUTE: &str = "ip route replace default via 172.30.2.1";
 
@@ -76,8 +76,8 @@ impl TestEnv<'_> {
             .expect("change the network");
     }
 
-    /// Runs a script that changes the node's network, and waits until the nodes reach each other again. The moved node's packets show the
-    /// other node its address.
+    /// Runs a script that changes the moved node's network, and waits until the nodes reach each other again. The other node
+    /// learns the new address from the packets of the moved node.
     async fn change(&self, what: &str, script: &str) {
         self.sh(script).await;
         let changed = Instant::now();
@@ -86,7 +86,8 @@ impl TestEnv<'_> {
         println!("{what}: both directions after {:.1} s", changed.elapsed().as_secs_f64());
     }
 
-    /// Sets the Node's address, and waits until the agent publishes it as its endpoint. The other cluster gets the Peer with it.
+    /// Sets the Node's address, and waits until the agent publishes it as its endpoint. Then writes this endpoint into the Peer
+    /// in the other cluster.
     async fn publish_internal_ip(&self, address: &str) {
         let addresses = serde_json::json!([{"type": "InternalIP", "address": address}]);
         let status = serde_json::json!({"status": {"addresses": addresses}});
@@ -140,8 +141,8 @@ impl TestEnv<'_> {
         self.clusters.lab.underlay_exec(words).await.expect("add an interface");
     }
 
-    /// Both interfaces are up and have an address, and only the default route leads to the other node. The underlay interface remains
-    /// that with the InternalIP.
+    /// Both interfaces are up and have an address, and only the default route leads to the other node. The agent's underlay
+    /// interface is still eth1, which has the InternalIP.
     async fn default_route_moves(&self) {
         self.sh("ip addr flush dev lan0; ip addr flush dev eth1; ip link set lan0 up
             ip addr add 172.30.2.77/32 dev lan0; ip addr add 172.30.2.78/32 dev eth1
@@ -212,7 +213,7 @@ impl TestEnv<'_> {
             .patch(&name, &PatchParams::default(), &Patch::Merge(&spec))
             .await
             .expect("change the Peer");
-        let endpoint_of_moved = async |address: &str| {
+        let wait_for_endpoint_of_moved = async |address: &str| {
             wait_until(format!("packets from {address}"), TIMEOUT, async || {
                 self.clusters.pings(self.moved, self.other).await?;
                 let words = ["wg", "show", &self.other.interface, "endpoints"];
@@ -228,7 +229,7 @@ impl TestEnv<'_> {
             .await
             .expect("the address");
         };
-        endpoint_of_moved("fd77::2").await;
+        wait_for_endpoint_of_moved("fd77::2").await;
         // As in the kernel's WireGuard, packets keep their source address while it exists.
         let replace = "ip addr add fd77::abcd/64 dev eth1 nodad; ip addr change fd77::2/64 dev eth1 preferred_lft 0";
         self.change("a new temporary IPv6 address", replace).await;
@@ -237,6 +238,6 @@ impl TestEnv<'_> {
             "ip addr del fd77::2/64 dev eth1",
         )
         .await;
-        endpoint_of_moved("fd77::abcd").await;
+        wait_for_endpoint_of_moved("fd77::abcd").await;
     }
 }

@@ -253,7 +253,7 @@ async fn peer_without_endpoint_is_contacted_after_a_restart() {
         .await
         .expect("replace the Peer");
     // The cached Peer has no endpoint any more. But the cache contains the endpoint from which the peer last sent. After the restart, the
-    // agent knows no other endpoint for the handshake, and for the test's ping through the tunnel.
+    // agent knows no other endpoint to which it can send a handshake initiation and then the test's ping.
     wait_for_cache(&state_file(&clusters, mgmt, "wg-agent.cache"), "\"endpoint\":null").await;
     assert!(
         first.terminate(TIMEOUT).await.expect("the agent exits").success(),

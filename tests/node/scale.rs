@@ -1,5 +1,5 @@
-//! Tests an autoscaler's work on real API servers, with a real controller, and real agents in network namespaces as nodes: fifty nodes
-//! join a member and leave again, and a flow between two other nodes loses no packet.
+//! Tests that fifty nodes can join a member and leave again, as with an autoscaler, while a flow between two other nodes
+//! loses no packet. API servers, controller and agents are real; each node is a network namespace.
 
 use std::{collections::BTreeMap, os::unix::fs::MetadataExt, path::PathBuf, time::Instant};
 
@@ -187,7 +187,8 @@ impl Nodes<'_> {
             .expect("the Node's status");
     }
 
-    /// Changes the policies of a cluster, which all agents report as their new revision, and prints how many reports come in a second.
+    /// Changes the policies of a cluster, so that each agent reports a new revision, and prints the largest number of
+    /// reports within one second.
     async fn print_rate_of_reports(&self, cluster: &str, agents: usize) {
         let before = self.reports(cluster).await;
         assert_eq!(before.len(), agents, "{before:?}");
@@ -242,15 +243,16 @@ impl Nodes<'_> {
                 .exec(words)
                 .await
                 .map_err(|error| error.to_string())?;
-            let ages = shown.stdout.lines().filter_map(|line| line.split_once('\t'));
-            let ages: BTreeMap<&str, &str> = ages.collect();
-            let connected = ages.values().filter(|age| **age != "0").count();
-            if ages.len() == want && connected == want {
+            let peers = shown.stdout.lines().filter_map(|line| line.split_once('\t'));
+            // The time of the latest handshake by public key; 0 = none yet.
+            let peers: BTreeMap<&str, &str> = peers.collect();
+            let connected = peers.values().filter(|time| **time != "0").count();
+            if peers.len() == want && connected == want {
                 Ok(())
             } else {
                 Err(format!(
                     "{} peers, {connected} with a handshake; {}",
-                    ages.len(),
+                    peers.len(),
                     node.agent.log()
                 ))
             }

@@ -50,7 +50,7 @@ async fn token(env: &TestEnv) -> (String, Timestamp) {
     (status.token.unwrap(), status.expiration_timestamp.unwrap().0)
 }
 
-/// Writes the member's Secret with these lines in place of those of the user's credentials.
+/// Writes the member's Secret with a kubeconfig in which these lines replace the user's token.
 async fn write_credentials(env: &TestEnv, credentials: &str) {
     let kubeconfig = env.kubeconfig(MEMBER).await;
     let (before, _) = kubeconfig.split_once("    token: ").unwrap();
@@ -98,7 +98,7 @@ async fn until_expiry(env: &TestEnv, want: Option<Timestamp>) {
     .unwrap();
 }
 
-/// The problem of the member with this reason.
+/// The first problem in the mesh's status that has this reason.
 async fn problem(env: &TestEnv, reason: &str) -> MeshProblem {
     let problems = env.get_mesh().await.unwrap().status.unwrap().problems;
     let found = problems.iter().find(|problem| problem.reason == reason);
@@ -143,7 +143,7 @@ async fn credentials_that_expire_are_reported_until_renewed() {
     let metrics = env.page("/metrics").await;
     assert!(metrics.lines().any(|line| line == metric), "{metrics}");
 
-    // Nothing but the clock changes between the report that it expires and the one that it has expired.
+    // This certificate expires in 20 s. Only the clock changes between the reports CredentialsExpiring and CredentialsExpired.
     let soon = now() + 20;
     write_credentials(&env, &certificate(&env, soon)).await;
     until_expiry(&env, Some(time(soon))).await;

@@ -357,11 +357,12 @@ async fn leader_without_lease_writes_only_where_it_renews_one() {
     env.until_condition("Ready", "True/Meshed", SOON).await;
 
     assert!(running.terminate(SOON).await.unwrap().success(), "{}", running.log());
-    lease_is_taken_by_age_and_not_by_its_times(&env).await;
+    unchanged_lease_is_taken_whatever_its_times(&env).await;
 }
 
-/// The Lease of another replica, `ghost_0`, has times of years ago and then of the far future, as from a clock that is wrong.
-async fn lease_is_taken_by_age_and_not_by_its_times(env: &TestEnv) {
+/// Another replica, `ghost_0`, writes times of years ago, and then of the far future, into the Lease, as with a wrong clock.
+/// Only the time since the last change of the Lease counts.
+async fn unchanged_lease_is_taken_whatever_its_times(env: &TestEnv) {
     let lease = [
         "-n",
         NAMESPACE,

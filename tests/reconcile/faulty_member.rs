@@ -1,5 +1,5 @@
 //! Tests members whose API servers misbehave in each way that a proxy can produce. The status of the mesh shows what is wrong and
-//! since when, changes of the other members still reach each other, and the log does not grow with the number of failures.
+//! since when, the other members still get each other's changes, and the log does not grow with the number of failures.
 
 use std::{
     sync::atomic::{AtomicU16, Ordering},
@@ -92,7 +92,7 @@ const CASES: [&[Case]; 3] = [
     ],
 ];
 
-/// The problem of a member for which the mesh is not Ready.
+/// The problem of a member that makes the condition Ready of the mesh False.
 async fn problem(env: &TestEnv, member: &str) -> Option<MeshProblem> {
     let problems = env.get_mesh().await?.status?.problems;
     let of_member = |problem: &MeshProblem| problem.condition == "Ready" && problem.cluster.as_deref() == Some(member);

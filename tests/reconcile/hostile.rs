@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 
 use crate::gateways;
 
-/// If no write happens within this time, the controller retries none: it retries after a second.
+/// The controller retries a write after a second. So if no write happens within this time, it is not retrying any.
 const QUIET: Duration = Duration::from_secs(5);
 /// The sandbox's SandboxAccess, in the cluster of the granted Service. Outside the sandbox, only this object and the mesh's status
 /// depend on the sandbox's nodes.

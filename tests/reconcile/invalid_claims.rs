@@ -1,5 +1,5 @@
-//! Tests that each invalid claim of a Node costs only that Node, or only that endpoint or prefix, and that status, `clustermeshctl plan`
-//! and `clustermeshctl explain` give the reason.
+//! Tests that an invalid claim of a Node excludes only that Node, or only the claimed endpoint or prefix, and that status,
+//! `clustermeshctl plan` and `clustermeshctl explain` give the reason.
 
 use std::collections::BTreeMap;
 
@@ -150,7 +150,7 @@ const SIXTH: &str = "cluster \"tenant-a\": annotation endpoint 169.254.7.7 of No
 
 // threat: forbidden-endpoint, foreign-network, malformed-node, duplicate-key-or-range
 #[tokio::test]
-async fn invalid_claims_cost_only_their_node_and_have_reasons() {
+async fn node_with_invalid_claim_is_left_out_alone_with_a_reason() {
     let env = TestEnv::start(&["mgmt", "tenant-a"]).await;
     env.create_node("mgmt", 1, 1).await;
     create_nodes(&env).await;

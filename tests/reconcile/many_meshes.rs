@@ -66,7 +66,7 @@ async fn until_all_ready(env: &TestEnv) {
     .unwrap();
 }
 
-/// The writes since `before`, without Events, by cluster.
+/// The writes since `before`, without Events. `before` is the number of earlier writes of each cluster.
 fn writes(env: &TestEnv, before: &BTreeMap<&'static str, usize>) -> Vec<String> {
     let clusters = before.iter().flat_map(|(cluster, count)| {
         let all = env.lab.cluster(cluster).audit().unwrap();
@@ -117,7 +117,8 @@ async fn fifty_meshes_share_a_hub_and_write_only_their_own() {
         first.len(),
         of_kind("clustermeshes/status")
     );
-    // Each mesh: its finalizer, and a Peer and a PeerPolicy in both clusters. Its status changes while members are read.
+    // For each mesh, the controller writes its finalizer, and a Peer and a PeerPolicy in both clusters. It writes the mesh's
+    // status several times, because the status changes while the members are read.
     let meshes = usize::from(MESHES);
     assert_eq!(of_kind("create peers/"), 2 * meshes);
     assert_eq!(of_kind("create peerpolicies/"), 2 * meshes);

@@ -49,7 +49,7 @@ async fn member_that_is_down_delays_nothing_and_catches_up() {
         during["prod--tenant-b--tenant-b-1"],
         before["prod--tenant-b--tenant-b-1"]
     );
-    // The controller has written the status meanwhile, with the new node, and the problem has kept its start.
+    // The controller has written the status meanwhile, with the new node, and the start time of the problem is unchanged.
     status.until_registered(5).await;
     assert_eq!(status.names_unreachable("tenant-b").await, since);
 
@@ -64,7 +64,7 @@ async fn member_that_is_down_delays_nothing_and_catches_up() {
     env.until_peers("tenant-b", &names, LATER).await;
     env.until_condition("Ready", "True/Meshed", LATER).await;
     status.is_healthy().await;
-    status.cannot_tell_without_a_hub().await;
+    status.errors_name_missing_crd_mesh_or_flag().await;
     status.needs_only_the_documented_rights().await;
     status.names_controller_that_does_not_renew().await;
 
@@ -218,7 +218,7 @@ async fn member_with_renamed_secret_keeps_its_objects() {
 async fn lease_is_taken_before_the_member_is_read() {
     let env = TestEnv::start(&["mgmt", "tenant-a"]).await;
     let member = env.lab.cluster("tenant-a");
-    // Without it the controller may read no object there, and so plans no write.
+    // Without this binding, the controller may read no object of the member, and so plans no write.
     let words = ["delete", "clusterrolebinding", "clustermesh-member"];
     member.kubectl(words).await.unwrap();
     let _controller = env.start_controller().await;

@@ -148,7 +148,7 @@ async fn clusterctl_moves_a_mesh_and_its_secrets() {
     );
 }
 
-/// For how long the old controller is observed: `CLUSTERMESH_MOVED_MINUTES`, by default for one change of a Node.
+/// For how long a Node keeps changing while the old controller runs: `CLUSTERMESH_MOVED_MINUTES`, by default zero.
 fn observation_time() -> Duration {
     let minutes = std::env::var("CLUSTERMESH_MOVED_MINUTES").unwrap_or_default();
     match minutes.as_str() {

@@ -1,5 +1,5 @@
-//! Tests meshes with equal names and keys: two namespaces of a hub, two meshes of one namespace, and two hubs write into the same
-//! clusters. Each keeps its objects, its credentials and its networks.
+//! Tests meshes that write into the same clusters and have equal names or the same Nodes: meshes in two namespaces of a hub, two
+//! meshes in one namespace, and meshes of two hubs. Each mesh keeps its objects, its credentials and its networks.
 
 use clustermesh_api::{names, peer::Peer};
 use clustermesh_lab::{NAMESPACE, Running, wait_until};
@@ -18,6 +18,7 @@ const OTHER: &str = "other";
 const ELSEWHERE: &str = "elsewhere";
 /// A network that the meshes of both namespaces want.
 const WANTED_TWICE: &str = "10.9.0.0/16";
+/// The name of the Peer that a mesh named `prod` writes for the node of its member `tenant-a`.
 const OURS: &str = "prod--tenant-a--tenant-a-1";
 
 /// Creates a namespace in which the controller may read Secrets, as docs/operations/install.md says.
@@ -121,7 +122,7 @@ fn other_mesh(env: &TestEnv) -> Value {
 
 // threat: overlapping-mesh, foreign-object
 #[tokio::test]
-async fn meshes_with_equal_names_and_keys_keep_their_objects() {
+async fn meshes_with_equal_names_or_node_keys_keep_their_objects() {
     let env = TestEnv::start(&["mgmt", "tenant-a", "tenant-b"]).await;
     env.create_node("mgmt", 1, 1).await;
     env.create_node("tenant-a", 2, 1).await;

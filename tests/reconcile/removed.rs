@@ -64,7 +64,7 @@ async fn mesh_is_cleaned_up_after_a_member_secret_is_deleted() {
     until_removed_clusters(&env, <[_]>::is_empty).await;
     env.until_condition("Ready", "True/Meshed", SOON).await;
 
-    // When their namespace is deleted, the Secret may be deleted before the mesh, and nothing can be created in the namespace any
+    // When a namespace is deleted, its Secrets may be deleted before its mesh, and nothing can be created in the namespace any
     // more, not even an Event. No namespace controller runs here, so the test deletes the Secret and the mesh itself.
     let words = ["delete", "namespace", NAMESPACE, "--wait=false"];
     env.hub().kubectl(words).await.unwrap();

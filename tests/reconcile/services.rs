@@ -23,7 +23,7 @@ endpoints: [{addresses: [10.2.1.7], conditions: {ready: true, serving: true, ter
 
 // threat: foreign-object
 #[tokio::test]
-async fn mirrored_service_follows_its_grant_and_users_one_is_kept() {
+async fn mirrored_service_follows_grant_and_user_service_is_kept() {
     let env = TestEnv::start(&["mgmt", "tenant-a"]).await;
     env.create_node("mgmt", 1, 1).await;
     env.create_node("tenant-a", 2, 1).await;

@@ -1,4 +1,4 @@
-//! The steps with `clustermeshctl status` and `graph` of a test whose member becomes unreachable.
+//! Test steps that run `clustermeshctl status` and `graph`, for a test in which a member becomes unreachable.
 
 use std::{
     process::{Child, Command, Stdio},
@@ -105,7 +105,7 @@ impl<'e> StatusCommand<'e> {
         .unwrap();
     }
 
-    pub(crate) async fn cannot_tell_without_a_hub(&self) {
+    pub(crate) async fn errors_name_missing_crd_mesh_or_flag(&self) {
         let not_a_hub = [self.flags[0].clone(), "--context=tenant-a".to_owned()];
         for (words, flags, why) in [
             (&["status"][..], &not_a_hub[..], "no CRD clustermeshes.kilo.squat.ai"),

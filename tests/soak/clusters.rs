@@ -33,9 +33,10 @@ pub(crate) const TENANTS: [&str; 3] = ["tenant-a", "tenant-b", "tenant-c"];
 pub(crate) const CLUSTERS: [&str; 4] = [HUB, "tenant-a", "tenant-b", "tenant-c"];
 /// The name of the ClusterMesh, as in [`TestEnv::mesh`].
 pub(crate) const MESH: &str = "prod";
-/// Nodes that are never removed and keep their keys, in each cluster. Later ones come and go.
+/// The number of nodes in each cluster that are never removed and keep their keys. They have the numbers from 1. The other nodes
+/// are removed and added again, and get other keys.
 pub(crate) const STABLE_NODES: u8 = 3;
-/// All nodes of a cluster.
+/// The number of all nodes in each cluster.
 pub(crate) const NODES: u8 = 8;
 /// The number of kubeconfigs for each tenant, each with another token. [`Clusters::write_secret`] uses them in turn.
 const KUBECONFIGS: usize = 6;

@@ -63,7 +63,8 @@ impl Fault {
     pub(crate) fn draw(random: &mut Random) -> Self {
         let (cluster, tenant) = (random.choose(&CLUSTERS), random.choose(&TENANTS));
         let proxy_fault = random.choose(&ProxyFault::NAMED).1;
-        // A killed API server takes seconds to start again. Until then faults that need it cannot begin, so few numbers kill one.
+        // A killed API server takes seconds to start again. Until then, faults that need it cannot begin. So only two of the
+        // 24 numbers kill an API server.
         match random.below(24) {
             0 => Self::LeaderKilled,
             1 => Self::LeaderStopped,
@@ -114,8 +115,8 @@ impl Fault {
         }
     }
 
-    /// Runs the fault: begins it, waits, and ends it. An error means that it could not begin, for example because another fault keeps
-    /// its API server away.
+    /// Runs the fault: begins it, waits, and ends it. An error means that it could not begin, for example because another fault
+    /// makes its API server unreachable.
     ///
     /// # Panics
     /// If it cannot be ended.
@@ -202,7 +203,8 @@ impl Fault {
             Self::Paused => {
                 let paused = clusters.set_paused(true).await;
                 if paused.is_ok() {
-                    // In the first 60 s of a pause the ledger permits writes, which may still be in flight. So it lasts longer.
+                    // In the first 60 s of a pause the ledger permits writes, which may still be in flight. So the pause lasts
+                    // longer.
                     sleep(Duration::from_secs(75)).await;
                 }
                 let resume = async || clusters.set_paused(false).await;
@@ -214,7 +216,7 @@ impl Fault {
                 let source = sources[random % sources.len()];
                 let n = 1 + random / 8 % usize::from(STABLE_NODES);
                 let peer = format!("{MESH}--{source}--{source}-{n}");
-                let patch = labels(&[names::LABEL_MESH]);
+                let patch = label_removal_patch(&[names::LABEL_MESH]);
                 clusters.patch_peer(cluster, &peer, &patch).await?;
             }
             Self::LabelsLost(cluster) => {
@@ -224,7 +226,7 @@ impl Fault {
                     names::LABEL_HUB,
                     names::LABEL_SOURCE_CLUSTER,
                 ];
-                change_peer(clusters, cluster, random, &labels(&all)).await?;
+                change_peer(clusters, cluster, random, &label_removal_patch(&all)).await?;
                 sleep(lasts).await;
                 delete_foreign_peers(clusters, cluster).await;
             }
@@ -263,7 +265,7 @@ impl fmt::Display for Fault {
     }
 }
 
-fn labels(names: &[&str]) -> Value {
+fn label_removal_patch(names: &[&str]) -> Value {
     let labels: BTreeMap<&str, Option<String>> = names.iter().map(|name| (*name, None)).collect();
     json!({"metadata": {"labels": labels}})
 }

@@ -101,10 +101,12 @@ impl Ledger {
         })
     }
 
-    /// Judges those of the controller's writes into a member that wrote a Peer or a PeerPolicy and succeeded.
+    /// Judges the controller's successful writes of Peers and PeerPolicies into a member; ignores all others.
     pub(crate) fn judge(&self, member: &str, writes: &[AuditedWrite]) -> (Judged, Vec<Violation>) {
         let (mut judged, mut violations) = (Judged::default(), Vec::new());
         for write in writes {
+            // A request is `VERB RESOURCE/SUBRESOURCE NAMESPACE/NAME STATUS`. Peers and PeerPolicies have no namespace, and are
+            // written without a subresource: `delete peers/ /NAME 200`.
             let mut words = write.request.split(' ');
             let [verb, resource, object, status] = [(); 4].map(|()| words.next().unwrap_or_default());
             if !["peers/", "peerpolicies/"].contains(&resource) || !status.starts_with('2') {

@@ -8,10 +8,11 @@
 //! - Every member holds a Peer with the key and the endpoint of each node of the other members, and no other Peer. This is compared with
 //!   the Nodes themselves, without the planner.
 //! - The controller then writes nothing more (30 s).
-//! - The audit logs of all members contain only planned deletes. The delete of a Peer is a violation if in the 60 s before it the
-//!   Node existed with one key, and the entries of both members were in the mesh. The delete of a PeerPolicy is a violation if
-//!   both entries were in the mesh. So a missing Secret, an API server that is away or lies, a lost label, an edit by hand and a
-//!   change of leader excuse no delete. Three nodes of each cluster are never removed and keep their keys.
+//! - The audit logs of all members contain only planned deletes. The delete of a Peer is a violation if, during the whole
+//!   60 s before it, the Node existed and kept its key, and the entries of both members were in the mesh. The delete of a
+//!   PeerPolicy is a violation if both entries were in the mesh during that time. So a missing Secret, an API server that is
+//!   unreachable or sends wrong responses, a lost label, an edit by hand and a change of leader excuse no delete. Three nodes
+//!   of each cluster are never removed and keep their keys.
 //! - The audit logs contain no write of Peers or PeerPolicies while the mesh is paused, except in the first minute of a pause.
 //!
 //! Exit code 1 if one of these does not hold.

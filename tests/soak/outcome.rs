@@ -24,7 +24,7 @@ pub(crate) async fn check(clusters: &Clusters) -> (Judged, Vec<Violation>) {
     let mut violations = Vec::new();
     let mut record = |why, result: Result<(), String>| {
         if let Err(write) = result {
-            // Such a violation has no single member and no write: the error takes the place of the write.
+            // These violations concern no single member. `write` contains the error, or all late writes.
             let member = "the mesh".to_owned();
             violations.push(Violation { member, write, why });
         }

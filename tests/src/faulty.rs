@@ -267,7 +267,7 @@ async fn forward(mut head: http::request::Parts, mut incoming: Incoming, upstrea
             body.extend_from_slice(data);
         }
     }
-    // The client adds its own.
+    // `upstream` sets its own values of these headers.
     for name in [
         header::HOST,
         header::CONTENT_LENGTH,

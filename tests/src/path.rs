@@ -177,7 +177,7 @@ fn inputs(f: &Family, name: &str, key: u8) -> Inputs {
             parse_all(&[f.member, f.member_wireguard])
         },
         own_sources: BTreeSet::new(),
-        pods_elsewhere: if is_hub {
+        pod_cidrs_of_other_nodes: if is_hub {
             parse_all(&[f.hub2_pods])
         } else {
             BTreeSet::new()

@@ -1,4 +1,4 @@
-//! Measures how long the Peers of a new mesh take: written by the controller, and created by the same client alone.
+//! Measures how long it takes to create the Peers of a new mesh: with the controller, and with only the kube client that it uses.
 
 use std::{
     fmt,
@@ -21,7 +21,7 @@ use serde::{Deserialize, Serialize};
 use super::{Bench, objects};
 use crate::cpu;
 
-/// Concurrent requests to each member, as of the controller.
+/// Concurrent requests to each member. The controller creates Peers with the same limit.
 const CONCURRENT_REQUESTS: usize = 8;
 
 /// Arguments of `clustermesh-bench create`.
@@ -34,7 +34,7 @@ pub(crate) struct CreateArgs {
 /// The Peers to create in one member.
 #[derive(Serialize, Deserialize)]
 struct Creates {
-    /// Of the controller's account.
+    /// A kubeconfig for the controller's account in the member.
     kubeconfig: String,
     peers: Vec<DynamicObject>,
 }
@@ -100,7 +100,8 @@ impl Bench {
         }
     }
 
-    /// Has the controller create all Peers of a new mesh, and then its client alone. Leaves neither a mesh nor Peers nor a controller.
+    /// Lets the controller create all Peers of a new mesh, deletes them, and then creates the same Peers with the client alone.
+    /// Leaves neither a mesh nor Peers nor a controller.
     pub(super) async fn compare_creation(&self) -> anyhow::Result<Creation> {
         let mut running = self.env.start_controller().await;
         let pid = running.pid().context("the controller has ended")?.try_into()?;
@@ -157,7 +158,8 @@ impl Bench {
         first.zip(last).context("no API server has logged a new Peer")
     }
 
-    /// Runs `clustermesh-bench create` where the controller runs, so that its connections, its account and its audit logs are the same.
+    /// Runs `clustermesh-bench create` on the controller's host and with the controller's account, so that the API servers get
+    /// the same requests over the same network and log them in the same way.
     async fn create_alone(&self, lists: &[Creates]) -> anyhow::Result<Duration> {
         let file = self.env.lab.directory().join("create.json");
         std::fs::write(&file, serde_json::to_vec(lists)?)?;

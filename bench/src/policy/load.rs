@@ -137,7 +137,8 @@ struct Fillers<'a> {
 
 impl Fillers<'_> {
     /// Adds SandboxAccesses one at a time, each after the previous one is applied, until every gateway serves `to` grants, or a
-    /// gateway does not serve the last SandboxAccess in time; then that one is deleted. Returns the duration in seconds.
+    /// gateway does not serve the last SandboxAccess in time. In the second case, deletes that SandboxAccess. Returns the
+    /// duration in seconds.
     async fn grow(&mut self, to: usize) -> anyhow::Result<f64> {
         let began = Instant::now();
         while self.grants < to {

@@ -42,8 +42,8 @@ impl Credential {
     }
 }
 
-/// Reads when the inline credentials of a user expire. `None` = they do not say it, or not in a form that can be read: a token that is
-/// no JWT, or a date after the year 9999.
+/// Reads when the inline credentials of a user expire. `None` = they contain no date, or none that can be read: the token is no
+/// JWT, or the date is after the year 9999.
 pub(crate) fn read(user: &AuthInfo) -> Option<Expiry> {
     if let Some(token) = &user.token {
         return of_token(token.expose_secret());

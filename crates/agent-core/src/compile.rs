@@ -88,7 +88,7 @@ pub struct Peer {
 pub struct Inputs {
     /// This node.
     pub node: Node,
-    /// Destinations that the underlay needs although they may lie in a mesh network: next hops outside the other nodes' pod CIDRs,
+    /// Destinations to keep on the underlay even if they lie in a mesh network: next hops outside the other nodes' pod CIDRs,
     /// resolvers, the other nodes' InternalIPs, `--bypass-cidr`. They get `throw` routes, and so do the addresses of `api_servers`.
     /// Destinations outside the mesh networks, and those that are an allowed IP of an own node's Peer, have no effect.
     pub throw: BTreeSet<IpNet>,
@@ -97,7 +97,7 @@ pub struct Inputs {
     /// InternalIPs and WireGuard addresses of this cluster's nodes.
     pub all_node_addresses: BTreeSet<IpAddr>,
     /// Pod CIDRs of the other nodes. Each also contains an address of its node that no object lists (the pods' default gateway).
-    pub pods_elsewhere: BTreeSet<IpNet>,
+    pub pod_cidrs_of_other_nodes: BTreeSet<IpNet>,
     /// Allowed IPs of the Peer that describes this node in its own cluster; empty if there is none. Nodes in other locations accept these
     /// sources from this node.
     pub own_sources: BTreeSet<IpNet>,
@@ -187,10 +187,12 @@ pub fn compile(inputs: &Inputs) -> Compiled {
             .find_map(|a| if let IpAddr::V6(a) = a { Some(*a) } else { None }),
     };
     // The addresses of a shared pod network are not bound to nodes: the pod CIDR of another node may contain pods of this node, so
-    // it does not count as elsewhere. A shared pod network is recognized by being anchored.
+    // such a CIDR is left out here. A shared pod network is recognized by being anchored.
     let anchored = aggregate(policies.iter().flat_map(|policy| &policy.anchored));
-    let pods_elsewhere = inputs.pods_elsewhere.iter().copied();
-    let pods_elsewhere = pods_elsewhere.filter(|net| !covered(net, &anchored)).collect();
+    let pod_cidrs_of_other_nodes = inputs.pod_cidrs_of_other_nodes.iter().copied();
+    let pod_cidrs_of_other_nodes = pod_cidrs_of_other_nodes
+        .filter(|net| !covered(net, &anchored))
+        .collect();
     let own_cluster = own_cluster_networks(&peers);
     let gateways = peers.iter().filter(|p| p.peer.role == PeerRole::Gateway);
     let gateways = aggregate(gateways.flat_map(|p| &p.allowed_ips));
@@ -207,7 +209,7 @@ pub fn compile(inputs: &Inputs) -> Compiled {
         internal_ips: &node.internal_ips,
         api_servers: &inputs.api_servers,
         nodes: &inputs.all_node_addresses,
-        pods_elsewhere: &pods_elsewhere,
+        pod_cidrs_of_other_nodes: &pod_cidrs_of_other_nodes,
     });
     let sysctls = sysctl::desired(&node.device, &node.underlay, &routes);
     refused.sort();
@@ -292,7 +294,7 @@ fn accept_peers<'a>(inputs: &'a Inputs, networks: &BTreeSet<IpNet>, refused: &mu
             .allowed_ips
             .iter()
             .map(IpNet::trunc)
-            .filter(|net| !is_own_node || refuse::may_own_node_have(inputs, networks, peer, net, refused))
+            .filter(|net| !is_own_node || refuse::own_node_may_have(inputs, networks, peer, net, refused))
             .filter(|net| claimed_networks.insert(*net))
             .collect();
         let mut endpoints: Vec<SocketAddr> = Vec::new();

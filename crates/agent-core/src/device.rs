@@ -24,8 +24,8 @@ pub type Peers = BTreeMap<PublicKey, PeerSpec>;
 /// The desired configuration of one peer.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PeerSpec {
-    /// The destination of datagrams until authenticated packets arrive from another endpoint. `None` = an endpoint that the device has
-    /// stays, because WireGuard cannot unset it. If the device has none, the peer must initiate.
+    /// The destination of datagrams until authenticated packets arrive from another endpoint. `None` = the device keeps the
+    /// endpoint that it has, because WireGuard cannot unset it. If the device has none, the peer must initiate.
     pub endpoint: Option<SocketAddr>,
     /// Seconds between keepalives, for peers behind NAT (wg(8), `PersistentKeepalive`).
     pub keepalive: Option<NonZeroU16>,
@@ -119,8 +119,8 @@ impl PeerChange {
 /// Computes the changes from `observed` to `desired`; `None` = none are needed. A peer whose desired endpoint is `None` keeps the observed
 /// one.
 ///
-/// An allowed IP that moves between peers always has an owner: adding it to the new peer takes it from the old one, so it is not removed
-/// there first, and peers are removed last.
+/// An allowed IP that moves between peers always has an owner: adding it to the new peer takes it from the old one. So the
+/// changes do not remove it from the old peer first, and they remove peers last.
 #[must_use]
 pub fn diff(observed: &ObservedPeers, desired: &Peers) -> Option<Vec<PeerChange>> {
     let all_desired: BTreeSet<&IpNet> = desired.values().flat_map(|spec| &spec.allowed_ips).collect();

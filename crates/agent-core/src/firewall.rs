@@ -53,8 +53,8 @@ pub enum Scope {
     Mesh,
 }
 
-/// The numbers and names in the chains. With [`Scope::Mesh`] the chains contain only `device`. If one changes, the whole table is written
-/// again.
+/// The numbers and names in the chains. With [`Scope::Mesh`] the chains contain only `device`. If a parameter changes, the whole
+/// table is written again.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RuleParameters {
     /// Which traffic the chains control.
@@ -84,11 +84,13 @@ pub struct Sets {
     pub published: BTreeSet<IpNet>,
     /// Allowed IPs of this cluster's nodes in other locations. All packets from them are accepted.
     pub own_cluster: BTreeSet<IpNet>,
-    /// Addresses of this node that the nodes in other locations accept as sources. They are kept on the way to `own_cluster`.
+    /// Addresses of this node that the nodes in other locations accept as sources. Packets from them to `own_cluster` keep their
+    /// source.
     pub own_sources: BTreeSet<IpNet>,
     /// This node's pod CIDRs.
     pub own_pods: BTreeSet<IpNet>,
-    /// Addresses of gateways. They accept only this node's WireGuard address as a source, published or not.
+    /// Addresses of gateways. Gateways accept only this node's WireGuard address as a source, so this address replaces even a
+    /// published source.
     pub gateways: BTreeSet<IpNet>,
     /// This cluster's networks that other members may reach. Connections from the tunnel to the part that is not `published` are
     /// masqueraded, because this node is then an anchor and the replies have to return through it.
@@ -110,7 +112,7 @@ pub struct Sets {
     /// masquerade a packet that this node forwards to another node, and that node cannot recognize the member's packet then.
     pub nodes: BTreeSet<IpAddr>,
     /// Pod CIDRs of the other nodes. Infrastructure ports in them are closed, except through a Service.
-    pub pods_elsewhere: BTreeSet<IpNet>,
+    pub pod_cidrs_of_other_nodes: BTreeSet<IpNet>,
     /// Networks and sources of closed PeerPolicies. Packets from and to them are dropped.
     pub closed: BTreeSet<IpNet>,
 }
@@ -143,7 +145,7 @@ pub struct Plan<'a> {
     /// Addresses of this cluster's nodes.
     pub nodes: &'a BTreeSet<IpAddr>,
     /// Pod CIDRs of the other nodes, without those in an anchored pod network.
-    pub pods_elsewhere: &'a BTreeSet<IpNet>,
+    pub pod_cidrs_of_other_nodes: &'a BTreeSet<IpNet>,
 }
 
 /// Computes the table for a plan.
@@ -203,7 +205,11 @@ fn sets(plan: &Plan<'_>, family: Family) -> Sets {
             .collect(),
         // Not aggregated, so that a node with a neighbouring CIDR only adds an element. With aggregation, one element would be deleted and
         // another added. This is a deny set, so `update` would write the whole table.
-        pods_elsewhere: maximal(plan.pods_elsewhere.iter().filter(|net| Family::of(net) == family)),
+        pod_cidrs_of_other_nodes: maximal(
+            plan.pod_cidrs_of_other_nodes
+                .iter()
+                .filter(|net| Family::of(net) == family),
+        ),
         closed: of_family(&closed.copied().collect()),
     }
 }

@@ -203,8 +203,8 @@ impl fmt::Display for Refused {
 pub enum Reason {
     /// A network does not parse, is too wide or is reserved.
     NetworkInvalid,
-    /// A network overlaps another one, of this SandboxAccess or one that takes precedence. The same network in another SandboxAccess of
-    /// the same sandbox is no overlap.
+    /// A network overlaps another network of this SandboxAccess, or a network of a SandboxAccess that takes precedence. The
+    /// same network in another SandboxAccess of the same sandbox is no overlap.
     NetworkOverlap,
     /// A key does not parse.
     PublicKeyInvalid,

@@ -40,7 +40,7 @@
 //!     throw: [].into(),
 //!     api_servers: [].into(),
 //!     all_node_addresses: [].into(),
-//!     pods_elsewhere: [].into(),
+//!     pod_cidrs_of_other_nodes: [].into(),
 //!     own_sources: [].into(),
 //!     peer_mtus: [].into(),
 //! };

@@ -38,8 +38,8 @@ pub const MARK_TUNNEL: u32 = 0x0020_0000;
 pub const METRIC_THROW: u32 = 10;
 /// Metric of the routes into the device for the allowed IPs of Peers, and of the default route in [`TABLE_TUNNEL`].
 pub const METRIC_PEER: u32 = 20;
-/// Metric of the fallback route into the device for a mesh prefix. The route exists only if a mesh network contains an underlay address of
-/// this node of the same family.
+/// Metric of the fallback route into the device for a mesh prefix. The route exists only if this node has an underlay address of the
+/// same family in a mesh network.
 pub const METRIC_FALLBACK: u32 = 4095;
 /// Metric of the `unreachable` routes, the last fallback.
 pub const METRIC_UNREACHABLE: u32 = 4096;

@@ -108,9 +108,11 @@ pub fn desired(plan: &Plan) -> Routes {
         });
     }
     for net in &plan.mesh {
-        // A UDP server that is not bound to an address has to answer a mesh source from the underlay address in the mesh network. The
-        // kernel looks up the route of the reply before netfilter can mark it, so with only an `unreachable` route the send would fail.
-        // An unmarked packet on this fallback is dropped, because the device has no peer for its destination.
+        // The fallback lets a UDP server that is not bound to an address answer a mesh source over the underlay, from the
+        // underlay address in the mesh network. The kernel looks up the answer's route before netfilter can mark the answer, so
+        // with only an `unreachable` route the send would fail. With the fallback, netfilter sets the underlay mark, and the
+        // kernel looks up the route again, without this table. A packet that gets no mark goes to the device, which drops it,
+        // because no peer has its destination.
         if let Some(source) = source(plan, Family::of(net)) {
             let kind = Kind::Device {
                 source: Some(source),

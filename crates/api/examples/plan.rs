@@ -13,7 +13,7 @@ use clustermesh_core::{
     diff::Item,
     mesh::{Addressing, Cluster, ClusterIdentity, Locations, Mesh, MeshId, PodNetwork, Profile},
     observe::{Member, Observation, Observations, ObservedPeer, ObservedPolicy, Rows},
-    plan::{Anew, Plan, Settings},
+    plan::{NotFollowed, Plan, Settings},
     planner::{Planner, Steps},
 };
 use k8s_openapi::api::core::v1::Node;
@@ -25,7 +25,7 @@ struct Times {
     snapshot: Duration,
     plan: Duration,
     steps: usize,
-    anew: Option<Anew>,
+    not_followed: Option<NotFollowed>,
 }
 
 struct World {
@@ -184,7 +184,7 @@ impl World {
             snapshot,
             plan: began.elapsed(),
             steps: planned.steps.values().map(Vec::len).sum(),
-            anew: planned.anew,
+            not_followed: planned.not_followed,
         };
         let (plan, steps) = (planned.plan, planned.steps.clone());
         (times, plan, steps)
@@ -239,7 +239,7 @@ fn print(what: &str, times: &[Times]) {
     let least = |of: fn(&Times) -> Duration| times.iter().map(of).min().unwrap_or_default().as_secs_f64() * 1e3;
     let total = least(|t| t.snapshot + t.plan);
     let (snapshot, plan) = (least(|t| t.snapshot), least(|t| t.plan));
-    let anew = times.iter().find_map(|times| times.anew).unwrap_or("followed");
+    let anew = times.iter().find_map(|times| times.not_followed).unwrap_or("followed");
     println!(
         "{what:44} {snapshot:9.2} {plan:9.2} {total:9.2} {:7}  {anew}",
         times[0].steps
@@ -311,7 +311,7 @@ fn main() {
             }
             let (times, plan, steps) = world.pass();
             world.write(&plan, steps);
-            // Otherwise the next pass copies the plan.
+            // The next pass would copy the plan if this reference to it still existed.
             drop(plan);
             changed.push(times);
             written.push(world.pass().0);

@@ -1,4 +1,4 @@
-//! The versions of other programs that work with this version of the project, from `versions.json`, which is part of the programs.
+//! The versions of other programs that work with this version of the project, from `versions.json`, which is compiled in.
 //! `cargo xtask versions` renders it into `docs/versions.md`.
 
 use std::sync::LazyLock;
@@ -38,7 +38,7 @@ pub struct Program {
     /// The oldest version that is known to work.
     #[serde(deserialize_with = "version")]
     pub oldest: Version,
-    /// The newest version of which it is known that it and older ones do not work.
+    /// The newest version that is known not to work. Older versions do not work either.
     #[serde(deserialize_with = "optional_version")]
     pub refused: Option<Version>,
     /// Why older versions do not work.

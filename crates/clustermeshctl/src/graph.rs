@@ -1,5 +1,5 @@
-//! `clustermeshctl graph`: draws the members of all meshes, and the links between them by state, as [`text`] or [`svg`]. Everything comes
-//! from the spec and the status of the hub's ClusterMeshes.
+//! `clustermeshctl graph`: draws the members of all meshes, and the links between them with their states, as [`text`] or [`svg`].
+//! Everything comes from the spec and the status of the hub's ClusterMeshes.
 
 use std::io::Write;
 

@@ -1,5 +1,6 @@
-//! The command line for operators. It reads the status of the hub, or files or running clusters with the planner of `clustermesh_core`,
-//! and prints the result. It writes nothing into a cluster, except the temporary Jobs of `verify`.
+//! The command line for operators. Each command reads the status of the ClusterMeshes in the hub, or runs the planner of
+//! `clustermesh_core` on files or running clusters, and prints the result. Nothing is written into a cluster, except the
+//! temporary Jobs of `verify`.
 //!
 //! The binary is `clustermeshctl`. It is also a kubectl plugin: `kubectl clustermesh` runs a copy or link of it in the PATH, with the
 //! name `kubectl-clustermesh`.

@@ -55,7 +55,7 @@ impl LiveClusters {
         check_names("--cluster", files.keys(), &names)?;
         check_names("--member-context", args.members.iter().map(|(name, _)| name), &names)?;
         let reads = names.iter().map(|(identity, name)| {
-            // Cloned, because two identities can have one name: two meshes may name the same Secret with different keys.
+            // Cloned, because two identities can share one name: identities that differ only in the Secret's key are one cluster.
             let file = files.get(name).cloned();
             let hub = &hub;
             async move {

@@ -46,7 +46,7 @@ fn escape(c: char, text: &mut String) {
     }
 }
 
-/// Shortens text from a cluster for a message, to 300 characters and the length of the whole text.
+/// Shortens text from a cluster for a message: cuts it after 300 characters and appends the length of the whole text.
 pub(crate) fn shorten(text: &str) -> String {
     const MAX_CHARACTERS: usize = 300;
     match text.char_indices().nth(MAX_CHARACTERS) {

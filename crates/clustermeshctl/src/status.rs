@@ -1,5 +1,5 @@
-//! `clustermeshctl status`: shows what is broken, where, since when, and what to do. It comes from the status of the hub's ClusterMeshes,
-//! which the controller writes, and from the controller's Lease; with `--live` also from the members themselves.
+//! `clustermeshctl status`: shows what is broken, where, since when, and what to do. The sources are the status of the hub's
+//! ClusterMeshes, which the controller writes, and the controller's Lease; with `--live` also the members themselves.
 
 use std::{
     io::{IsTerminal, Write},

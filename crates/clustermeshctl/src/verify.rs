@@ -249,7 +249,7 @@ impl<'a> Verify<'a> {
     }
 
     /// Selects the sockets of `to` that are probed from `from`: removes the excluded addresses, and adds the sockets of the mirrored
-    /// Services in `from` whose originals are in `to`. Gateways have to answer only untrusted sources.
+    /// Services in `from` whose originals are in `to`. Gateways need not answer a trusted source.
     fn select_sockets(
         &self,
         from: &Cluster<'_>,
@@ -261,7 +261,8 @@ impl<'a> Verify<'a> {
         let mut selected = all.clone();
         selected.retain(|socket, _| !excluded.contains(*socket));
         if !self.is_untrusted(from.identity) {
-            // Gateways serve only sandboxes, so they do not have to answer this cluster-meshed source.
+            // Gateways serve only sandboxes and importers of a masqueraded member, so they need not answer this cluster-meshed
+            // source.
             let gateways = || to.read.member.gateways.values().flat_map(|gateway| &gateway.addresses);
             for (address, socket) in &mut selected {
                 socket.should_answer &= !gateways().any(|gateway| gateway.to_canonical() == address.ip());

@@ -8,7 +8,8 @@ use kube::Error;
 
 use crate::election::NotPermitted;
 
-/// The description of a failure without an HTTP response, unless a limit of memory or the check of the kubeconfig caused it.
+/// The description of a failure without an HTTP response. Three causes have descriptions of their own: an exceeded memory
+/// limit, a refused kubeconfig, and a write that the election does not permit.
 pub(crate) const NO_ANSWER: &str = "its API server does not answer";
 
 /// Makes text from a member safe to log and to show: one line, printable characters, at most 200 bytes.
@@ -31,7 +32,7 @@ pub(crate) fn sanitize(text: &str) -> String {
     sanitized
 }
 
-/// Describes a failure without any text from the API server.
+/// Describes a failure. The description contains no text from the API server.
 pub(crate) fn describe(error: &Error) -> String {
     if let Some(over) = over_budget(error) {
         return over.to_string();
@@ -68,8 +69,8 @@ pub(crate) fn is_answer(error: &Error) -> bool {
 
 /// Whether requests for other objects of the cluster would fail for the same reason. Then the caller must wait before it sends more.
 ///
-/// A status other than 401, 429 and 502 to 504 and a response that does not parse may concern only one object (a permission, a
-/// webhook, a field of another version). They must not delay requests for other objects.
+/// The statuses 401, 429 and 502 to 504 concern the whole cluster. Any other status, or a response that does not parse, may
+/// concern only one object (a permission, a webhook, a field of another version), and must not delay requests for other objects.
 pub(crate) fn is_cluster_wide(error: &Error) -> bool {
     match error {
         Error::Api(status) => matches!(status.code, 401 | 429 | 502..=504),

@@ -212,7 +212,7 @@ impl MemberWriter {
         let (mesh, failure) = (step.mesh.clone(), outcome.failure().cloned());
         let has_problem_changed = self.lock().queue.record(sent, outcome, Instant::now());
         if has_problem_changed {
-            // Once for each reason: a member may refuse thousands of objects, or each attempt.
+            // Logged once for each reason, because a member may refuse thousands of objects, or every attempt to write one.
             if let Some(why) = failure {
                 tracing::warn!(%mesh, action, kind, name, why, "not written; will retry, and further failures for this reason are logged at level debug");
             }

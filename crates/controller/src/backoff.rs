@@ -70,7 +70,7 @@ impl TokenBucket {
 
     /// The time at which the next token is available.
     pub(crate) fn ready_at(&self) -> Instant {
-        // One token is available before the other `burst - 1` are.
+        // The bucket is full `burst - 1` intervals after it has one token.
         let time_for_others = self.interval * (self.burst.saturating_sub(1));
         self.full_at.checked_sub(time_for_others).unwrap_or(self.full_at)
     }

@@ -49,7 +49,7 @@ const FAILED_INTERVAL: Duration = Duration::from_secs(1);
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(6);
 /// How long a leader that exits waits for its last requests.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
-/// An API server may answer a request that its client has given up for this long (`--request-timeout` of kube-apiserver).
+/// For this long, an API server may still execute a request that its client has given up (`--request-timeout` of kube-apiserver).
 const LATE_WRITES_FOR: Duration = Duration::from_secs(60);
 
 /// Whether this replica may write.
@@ -98,13 +98,14 @@ struct Term {
     valid_until: Instant,
     /// The process of the replica that had released the Lease before. It has ended its writes.
     released_by: Option<String>,
-    /// Whether no request of an earlier leader can be in flight. Otherwise, an API server may still create an object for it.
+    /// Whether no request of an earlier leader can be in flight. Otherwise, an API server may still create an object for
+    /// that leader.
     is_clean: bool,
 }
 
 impl Term {
     /// The permission for a request that is sent now. It is never longer than the shortest Lease permits, because a later renewal may shorten
-    /// the Lease. It can be extended.
+    /// the Lease. [`guard`] extends the permission while the request is in flight.
     fn permission(&self) -> Permission {
         Permission {
             term: self.number,
@@ -137,9 +138,10 @@ struct Seen {
 
 /// The election. All parts of the process share it.
 pub(crate) struct Election {
-    /// The replica and [`Self::process`], in the Lease of the hub.
+    /// The name of the replica and [`Self::process`]: the holder in the Lease of the hub.
     identity: String,
-    /// A random id of this process, in the Leases of members: their administrators need not know the names of the hub's pods.
+    /// A random id of this process: the holder in the Leases of members, whose administrators need not know the names of the
+    /// hub's pods.
     process: String,
     leases: Api<Lease>,
     latency: Latency,
@@ -155,8 +157,8 @@ pub(crate) struct Election {
 }
 
 impl Election {
-    /// Starts the election with the Lease in `namespace` of the hub. `replica` is the name of the pod or host. It is pending in `readiness`
-    /// until the hub has answered for the first time; later a remark names a problem with the Lease.
+    /// Starts the election with the Lease in `namespace` of the hub. `replica` is the name of the pod or host. `readiness` has a
+    /// pending item until the hub has answered for the first time; later a remark names a problem with the Lease.
     ///
     /// The election has a thread and connections of its own. Otherwise a long pass, or a slow request to the hub, would delay a renewal.
     ///
@@ -248,7 +250,8 @@ impl Election {
         self.state().hub_answers
     }
 
-    /// Whether no object may still be created for an earlier leader, so that a cluster without objects of a mesh stays so.
+    /// Whether the requests of earlier leaders, and those that this replica gave up, can create no object any more. Then a
+    /// cluster that has no objects of a mesh gets none.
     pub(crate) fn has_ended_earlier_writes(&self) -> bool {
         let state = self.state();
         let is_over = |since: Instant| since.elapsed() > LATE_WRITES_FOR;
@@ -264,7 +267,7 @@ impl Election {
     async fn run(&self, readiness: Readiness) {
         let mut unread = Some(readiness.pending("Lease of the leader"));
         let mut seen = None;
-        // With its remark.
+        // The last problem that was logged, and its remark in `readiness`.
         let mut last_problem: Option<(String, ReadinessItem)> = None;
         let mut last_holder = None;
         loop {
@@ -371,7 +374,8 @@ impl Election {
 
     /// Reads the Lease into `seen`.
     async fn read<'a>(&self, seen: &'a mut Option<Seen>) -> Result<&'a Seen, Error> {
-        // Dropped if the request fails. While the hub does not answer, its leader cannot renew the Lease, so this time does not count.
+        // If the request fails, `seen` stays empty, so the wait for the expiry of the Lease starts anew. Reason: while the hub
+        // does not answer, the leader cannot renew the Lease.
         let last = seen.take();
         let read = within(REQUEST_TIMEOUT, self.leases.get_opt(LEASE));
         let lease = self.latency.measure(read).await?;
@@ -381,7 +385,8 @@ impl Election {
         Ok(seen.insert(Seen { lease, since }))
     }
 
-    /// Ends the current term not later than this time. If the next renewal makes the Lease shorter, its answer may be lost.
+    /// Ends the current term not later than this time. Called before each renewal, because a renewal can shorten the Lease
+    /// although its response is lost.
     fn limit_term(&self, valid_until: Instant) {
         if let Some(term) = &mut self.state().term {
             term.valid_until = term.valid_until.min(valid_until);
@@ -436,7 +441,7 @@ impl Election {
             let annotations = lease.annotations_mut();
             annotations.remove(RELEASED_BY);
             annotations.remove(LATE_WRITES);
-            // Without it, the next leader waits until the Lease would have expired.
+            // Without this annotation, the next leader waits until the Lease would have expired.
             if has_ended {
                 annotations.insert(RELEASED_BY.to_owned(), self.identity.clone());
             }

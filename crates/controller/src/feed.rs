@@ -68,7 +68,7 @@ impl<V> Row<V> {
 /// started refuses every request until it has loaded its RBAC roles.
 const FORBIDDEN_AFTER: Duration = Duration::from_secs(10);
 
-/// How long after our own write lists and events may still contain the object as it was before.
+/// For this long after our own write, lists and events may still contain the object as it was before.
 const OWN_WRITE_WINDOW: Duration = Duration::from_secs(60);
 
 /// Converts an object to a row's value. `Ok(None)` = the object is ignored, `Err` = it is malformed.
@@ -242,7 +242,7 @@ impl<V: Clone + PartialEq> Feed<V> {
         let required = *self.required_list.borrow();
         match trust {
             Trust::Live if table.last_list < required => return false,
-            // There is nothing to list.
+            // The kind cannot be listed, so the required list counts as complete.
             Trust::Absent | Trust::Denied(_) => table.last_list = required,
             _ => {}
         }
@@ -271,8 +271,8 @@ impl<V: Clone + PartialEq> Feed<V> {
 
     /// Requires a new list. Until it is complete, the feed is not current, but keeps its rows. [`follow`] begins the list at once.
     ///
-    /// For a new connection, which may reach another cluster, and whenever a watch may be behind without an error: packets of a
-    /// connection that was interrupted may be sent again only much later.
+    /// Called for a new connection, because it may reach another cluster, and whenever a watch may be behind without an error:
+    /// after an interruption, TCP may retransmit the packets of the watch only much later.
     pub(crate) fn read_again(&self) {
         let mut table = self.lock();
         self.required_list.send_modify(|number| *number += 1);

@@ -345,8 +345,8 @@ impl Queue {
             for notice in finished_notices {
                 queued.reported.get_or_insert_default().add(notice);
             }
-            // After these two there is nothing to write until a pass publishes new values. If a pass published some during the write, the
-            // mesh is already dirty and stays so.
+            // After `Removed` or `Outdated` there is nothing to write until a pass publishes new values. If a pass published some
+            // during the write, the mesh is already dirty and stays so.
             queued.is_dirty |= !matches!(outcome, Outcome::Removed | Outcome::Outdated);
             match outcome {
                 Outcome::Refused(code) => queued.blocked.insert(kind, code),
@@ -376,7 +376,7 @@ impl Queue {
 }
 
 impl Queue {
-    /// Turns the last of [`MAX_CONFLICTS`] into a refusal.
+    /// Counts conflicts in a row. From number [`MAX_CONFLICTS`] on, each conflict becomes a refusal.
     fn count_conflicts(&mut self, id: &MeshId, kind: WriteKind, outcome: Outcome) -> Outcome {
         let Some(queued) = self.meshes.get_mut(id) else {
             return outcome;

@@ -32,7 +32,7 @@ struct Outdated {
     /// proves that the agent applies policies.
     revision: String,
     overdue_at: Instant,
-    /// The time `overdue_at` is over.
+    /// Whether `overdue_at` has passed.
     is_overdue: bool,
 }
 

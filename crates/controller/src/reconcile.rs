@@ -61,7 +61,7 @@ struct Member {
 }
 
 impl Member {
-    /// Why objects of a mesh cannot be written into the member. `None` = nothing is known.
+    /// Why objects of a mesh cannot be written into the member. `None` = no problem is known.
     fn write_problem(&self, mesh: &MeshId) -> Option<String> {
         let of_fence = || self.session.writer()?.fence?.problem();
         self.writer.problem(mesh).or_else(of_fence)
@@ -79,7 +79,7 @@ pub(crate) struct DebugView {
 }
 
 impl DebugView {
-    /// Returns both as JSON, without secrets.
+    /// Returns the sessions and the meshes as JSON, without secrets.
     pub(crate) fn dump(&self) -> serde_json::Value {
         let sessions: BTreeMap<_, _> = self
             .sessions
@@ -161,7 +161,8 @@ impl Reconciler {
         // There is no plan before the first complete list, because a mesh that is not listed yet would lose its Peers. If the hub
         // later does not answer or refuses (403), the last listed meshes are used, but nothing is deleted.
         let trust = self.meshes.feed.trust();
-        // A watch ends only some time after the hub stopped to answer; the Lease of the leader is read every second.
+        // A watch ends only some time after the hub has stopped answering. The election notices this earlier, because it reads or
+        // renews the leader's Lease about once a second.
         let hub_is_fresh = trust == Trust::Live
             && (self.hub.election.hub_answers() || self.hub.election.leadership() == Leadership::Leader);
         let is_listed = match trust {
@@ -189,35 +190,36 @@ impl Reconciler {
         let seen = Arc::new(seen);
         let mut planning = std::mem::take(&mut self.planning);
         let planned = tokio::task::spawn_blocking(move || {
-            let (plan, mut steps, planned_anew) = planning.plan(&meshes, &seen, &settings, &names);
+            let (plan, mut steps, not_followed) = planning.plan(&meshes, &seen, &settings, &names);
             if !hub_is_fresh {
                 let all = steps.values_mut();
                 all.for_each(|steps| steps.retain(|step| step.action != Action::Delete));
             }
             let outstanding = count_outstanding(&plan, &seen, &steps);
-            (planning, planned_anew, seen, plan, steps, outstanding)
+            (planning, not_followed, seen, plan, steps, outstanding)
         });
-        let (planned_anew, seen, plan, steps, outstanding) = match planned.await {
-            Ok((planning, planned_anew, seen, plan, steps, outstanding)) => {
+        let (not_followed, seen, plan, steps, outstanding) = match planned.await {
+            Ok((planning, not_followed, seen, plan, steps, outstanding)) => {
                 self.planning = planning;
-                (planned_anew, seen, plan, steps, outstanding)
+                (not_followed, seen, plan, steps, outstanding)
             }
             Err(error) => {
                 tracing::error!(%error, "the planner failed; nothing is written");
                 if cfg!(debug_assertions) && error.is_panic() {
-                    // Ends the controller, so that no test passes after a followed plan that differs from a new one.
+                    // In a debug build the planner panics if a followed plan differs from a new one. The panic ends the
+                    // controller, so that the test fails.
                     std::panic::resume_unwind(error.into_panic());
                 }
                 return RESYNC;
             }
         };
         let next_hold = self.held_nodes.update(&plan, &seen, started);
-        if let Some(why) = planned_anew {
+        if let Some(why) = not_followed {
             tracing::debug!(why, "planned all meshes anew");
         }
         self.reports
             .metrics
-            .record_pass(started.elapsed(), planned_anew.is_some());
+            .record_pass(started.elapsed(), not_followed.is_some());
 
         let mut pass = Pass {
             meshes: loaded,
@@ -335,7 +337,8 @@ impl Reconciler {
                 continue;
             };
             if let Some(fence) = &writer.fence {
-                // Taken also if there is nothing to write, because it cannot be taken while the hub does not answer.
+                // The Lease is taken even if there is nothing to write, because it cannot be taken later while the hub does not
+                // answer.
                 if fence.start_taking() {
                     let (fence, changed) = (Arc::clone(fence), Arc::clone(&self.changed));
                     self.tasks.spawn(async move {

@@ -159,7 +159,7 @@ fn problem(cause: &Cause, before: &[MeshProblem], now: &meta::Time) -> MeshProbl
         (&before.condition, &before.reason, &before.cluster, &before.to)
             == (&row.condition, &row.reason, &row.cluster, &row.to)
     };
-    // A member may have several problems with one reason. Their messages tell them apart, unless these have changed.
+    // A member may have several problems with one reason. Their messages tell them apart, unless the messages have changed.
     let mut same = before.iter().filter(is_same);
     let same = same
         .clone()
@@ -194,8 +194,8 @@ pub(crate) fn build_report(input: &ReportInput<'_>) -> Report {
                 input.broken,
                 input.outstanding,
             );
-            // The causes of Degraded precede those of EgressResolved. Credentials come last among them: the others are faults
-            // already.
+            // `causes` lists the causes of Degraded before those of EgressResolved. Credentials come last among the causes of
+            // Degraded, because they may only expire soon, while the other causes are already faults.
             let end = causes.iter().position(|cause| cause.kind == "EgressResolved");
             let end = end.unwrap_or(causes.len());
             causes.splice(end..end, expiring(input));
@@ -209,7 +209,7 @@ pub(crate) fn build_report(input: &ReportInput<'_>) -> Report {
             let own = env!("CARGO_PKG_VERSION");
             conditions.push(versions::condition(&members.collect(), own, &VERSIONS.supported()));
             let (ready, others): (Vec<Cause>, Vec<Cause>) = causes.into_iter().partition(|cause| cause.kind == "Ready");
-            // Refused networks are a cause of two conditions, and listed for the first one.
+            // Refused networks are a cause of Ready and of NetworksOverlap. The problems list them only under Ready.
             let is_listed = |cause: &Cause| ready.iter().any(|ready| ready.message == cause.message);
             let others: Vec<Cause> = others.into_iter().filter(|cause| !is_listed(cause)).collect();
             (conditions, [ready, unenforced, others].concat())

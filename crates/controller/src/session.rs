@@ -37,7 +37,7 @@ mod serve;
 pub(crate) use credentials::Credentials;
 
 /// A problem is reported only after this time, except missing credentials. A new session needs time for its first responses, and an
-/// API server for a restart.
+/// API server needs time for a restart.
 const GRACE: Duration = Duration::from_secs(6);
 
 /// The longest delay, in milliseconds, before a session connects again after the credentials were missing.
@@ -238,8 +238,8 @@ impl Session {
         self.shared.feeds.silence_due()
     }
 
-    /// Whether the member has been without a fresh observation for less than [`GRACE`]. Its problem is not reported yet.
-    /// False if the credentials are missing.
+    /// Whether the member has been without a fresh observation for less than [`GRACE`]. If so, its problem is not reported
+    /// yet. False if the credentials are missing.
     pub(crate) fn is_settling(&self) -> bool {
         let connection = self.shared.connection();
         !matches!(connection.credentials, Credentials::Missing(_))
@@ -260,7 +260,7 @@ impl Session {
         self.shared.connection().unresponsive.is_some()
     }
 
-    /// When the credentials in use expire. `None` = they do not say it, or there are none.
+    /// When the credentials in use expire. `None` = their expiry is unknown, or no credentials are in use.
     pub(crate) fn expiry(&self) -> Option<Expiry> {
         match self.shared.connection().credentials {
             Credentials::Ready(_, expiry) => expiry,

@@ -129,7 +129,7 @@ pub fn diff_if_resumed(plan: &Plan, identity: &ClusterIdentity, member: &Member)
     )
 }
 
-/// Updates the steps of [`diff`] for a member in which only these Peers are planned or observed otherwise than before.
+/// Updates the steps of [`diff`] for a member in which only the Peers in `names` have changed, in the plan or in the observation.
 pub fn update_peer_steps(
     steps: &mut Vec<Arc<Step>>,
     plan: &Plan,

@@ -49,15 +49,16 @@ pub struct Unenforced {
     pub gateways: BTreeSet<String>,
 }
 
-/// How long an agent may report an outdated revision, in addition to [`report_interval`], and a gateway an outdated SandboxAccess. Both
-/// enforce a change at once. A gateway reports it within 10 s, an agent in its next turn after 10 s.
+/// How long a gateway may report an outdated SandboxAccess. An agent may report an outdated revision for [`report_interval`]
+/// longer. Both enforce a change at once. A gateway reports the change within 10 s. An agent writes its status at most every 10 s,
+/// and may then have to wait for up to [`report_interval`], because the agents of a cluster write one after the other.
 pub const GRACE: Duration = Duration::from_secs(15);
 
 /// How many agents of a cluster write their status in one second. Each write changes a Node, which the API server sends to every watcher of
 /// Nodes, such as the CNI's agent on each node.
 const REPORTS_PER_SECOND: u32 = 10;
 
-/// The time between two turns of an agent to write its status, in a cluster with this number of Nodes.
+/// The time in which each agent may write its status once, in a cluster with this number of Nodes.
 #[must_use]
 pub fn report_interval(nodes: usize) -> Duration {
     Duration::from_secs(1) / REPORTS_PER_SECOND * u32::try_from(nodes.max(1)).unwrap_or(u32::MAX)

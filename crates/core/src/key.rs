@@ -13,7 +13,7 @@ pub struct PublicKey([u8; 32]);
 /// Why a string is not a WireGuard public key.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum KeyError {
-    /// The string, of which this has the first 60 characters, is not the padded base64 form of 32 bytes.
+    /// The string is not the padded base64 form of 32 bytes. Contains the first 60 characters of the string.
     #[error(
         "{0:?} is not a WireGuard public key: expected 44 characters of base64 that hold 32 bytes, as `wg pubkey` prints"
     )]

@@ -49,7 +49,8 @@ pub struct Mesh {
     pub id: MeshId,
     /// `metadata.creationTimestamp`, Unix seconds: the older mesh wins a network that was not accepted for any mesh yet.
     pub created: i64,
-    /// `spec.paused` or the `cluster.x-k8s.io/paused` annotation: write nothing, delete nothing.
+    /// `spec.paused` or the `cluster.x-k8s.io/paused` annotation is set, or `clusterctl move` has created the mesh on another
+    /// hub and deletes it here: write nothing, delete nothing.
     pub paused: bool,
     /// `metadata.deletionTimestamp` is set: nothing is planned for the mesh, so everything that it owns is deleted. A paused
     /// mesh keeps its objects.

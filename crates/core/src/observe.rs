@@ -306,7 +306,8 @@ pub enum PeerRole {
     #[default]
     Node,
     /// A node of the target's own cluster, in this location (`kilo-clustermesh.io/location`). Only the cluster's nodes in other
-    /// locations add it to their device. The node itself reads from it which of its addresses they accept as sources.
+    /// locations add the Peer to their device. The node itself reads from the Peer which of its addresses those nodes accept as
+    /// sources.
     OwnNode(String),
     /// A gateway of another member (`kilo-clustermesh.io/gateway`), which accepts only the WireGuard addresses of the target's nodes as
     /// sources.
@@ -341,8 +342,8 @@ pub struct PolicySpec {
     /// other Node objects, and the other nodes' pod CIDRs, which contain the CNI's gateway addresses. Exception: a connection to a
     /// Service may still reach such a port at an address in a pod CIDR.
     pub infrastructure_ports: BTreeSet<(Protocol, u16)>,
-    /// The target's anchored networks. The agent on the anchor masquerades tunnel traffic to them. Except for WireGuard
-    /// addresses, a node's addresses in them are no published sources.
+    /// The target's anchored networks. The agent on the anchor masquerades tunnel traffic to them. A node's address in an
+    /// anchored network is not a published source, unless it is the WireGuard address.
     pub anchored: BTreeSet<IpNet>,
     /// No packet may pass from or to the source: it is quarantined, or it is not cluster-meshed and its Peers are being
     /// deleted.

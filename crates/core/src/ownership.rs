@@ -40,8 +40,8 @@ pub enum Ownership<'a> {
 }
 
 /// Finds the owner of an object among `claimants`, which are sorted by age. The predecessor wrote neither the hub nor the
-/// namespace label, so its objects belong to the oldest mesh, in any namespace, that has the name in their mesh label. If no mesh has
-/// this name they are foreign, because the predecessor in another hub may own them.
+/// namespace label, so its objects belong to the oldest mesh, in any namespace, whose name is in the mesh label. If no mesh has
+/// this name, they are foreign, because the predecessor in another hub may own them.
 #[must_use]
 pub fn of<'a>(owner: &Owner, hub: &str, claimants: &'a [Claimant]) -> Ownership<'a> {
     let Some(name) = &owner.mesh else {

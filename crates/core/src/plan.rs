@@ -35,8 +35,8 @@ mod target;
 #[cfg(test)]
 pub(crate) mod tests;
 
-pub use follow::Anew;
 pub(crate) use follow::Follower;
+pub use follow::NotFollowed;
 pub use link::{Link, NotConnected, decide_by_entries};
 pub use members::{MemberView, MeshMembers, members};
 pub use result::{
@@ -67,17 +67,22 @@ pub trait Naming: Sync {
     fn slice(&self, mesh: &MeshId, service: &ObjectName, v6: bool, index: usize) -> String;
 }
 
-/// Plans all meshes. The result does not depend on the order of `meshes`, nor on that of observed lists except the addresses and podCIDRs
-/// of a Node.
+/// Plans all meshes. The result does not depend on the order of `meshes` or of observed lists. Exception: the order of the
+/// addresses and of the podCIDRs of a Node.
 #[must_use]
 pub fn plan(meshes: &[Mesh], seen: &Observations, settings: &Settings, naming: &dyn Naming) -> Plan {
     plan_and_keep(meshes, seen, settings, naming).0
 }
 
 /// What [`Follower`] needs to follow changes of a plan.
-type Kept = (claims::Accepted, BTreeMap<MeshId, Result<follow::Kept, Anew>>);
+type FollowerInputs = (claims::Accepted, BTreeMap<MeshId, Result<follow::Kept, NotFollowed>>);
 
-fn plan_and_keep(meshes: &[Mesh], seen: &Observations, settings: &Settings, naming: &dyn Naming) -> (Plan, Kept) {
+fn plan_and_keep(
+    meshes: &[Mesh],
+    seen: &Observations,
+    settings: &Settings,
+    naming: &dyn Naming,
+) -> (Plan, FollowerInputs) {
     let by_age = by_age(meshes);
     let accepted = claims::accept(&by_age);
     let mut plan = Plan {

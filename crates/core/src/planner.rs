@@ -8,14 +8,14 @@ use crate::{
     diff::{Step, diff, update_peer_steps},
     mesh::{ClusterIdentity, Mesh},
     observe::{Member, Observation, Observations},
-    plan::{Anew, Follower, Naming, Plan, Settings},
+    plan::{Follower, Naming, NotFollowed, Plan, Settings},
 };
 
 /// The steps of each observed member.
 pub type Steps = BTreeMap<ClusterIdentity, Vec<Arc<Step>>>;
 
-/// Plans all meshes as [`crate::plan::plan`] does, and computes the steps of all members as [`diff`] does, but follows changes of Nodes
-/// and Peers: a changed Node costs little in a large mesh.
+/// Plans all meshes as [`crate::plan::plan`] does, and computes the steps of all members as [`diff`] does, but applies changed
+/// Nodes and Peers to the last plan: a changed Node costs little in a large mesh.
 #[derive(Debug, Default)]
 pub struct Planner {
     follower: Follower,
@@ -29,12 +29,12 @@ pub struct Planned<'p> {
     pub plan: Arc<Plan>,
     /// The steps of all observed members.
     pub steps: &'p Steps,
-    /// Why all meshes were planned anew; `None` = changes were followed.
-    pub anew: Option<Anew>,
+    /// Why all meshes were planned anew; `None` = the changes were applied to the last plan.
+    pub not_followed: Option<NotFollowed>,
 }
 
 impl Planner {
-    /// Plans all meshes, or follows the changes since the last call.
+    /// Applies the changes since the last call to the last plan. If that is not possible, plans all meshes anew.
     pub fn plan(
         &mut self,
         meshes: &[Mesh],
@@ -65,7 +65,7 @@ impl Planner {
         Planned {
             plan,
             steps: &self.steps,
-            anew: changed.err(),
+            not_followed: changed.err(),
         }
     }
 

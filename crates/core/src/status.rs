@@ -43,7 +43,8 @@ pub fn causes(
     found
 }
 
-/// Derives the conditions of a mesh, except `PolicyEnforced` ([`crate::enforcement::condition`]). For the parameters see [`causes`].
+/// Derives the conditions of a mesh, except `PolicyEnforced` ([`crate::enforcement::condition`]) and `VersionsCompatible`
+/// ([`crate::versions::condition`]). For the parameters see [`causes`].
 #[must_use]
 pub fn conditions(
     plan: &MeshPlan,
@@ -55,7 +56,7 @@ pub fn conditions(
     conditions_from(plan, &causes(plan, unwritten, leftovers, broken, outstanding))
 }
 
-/// Derives the conditions of a mesh, except `PolicyEnforced`, from the result of [`causes`].
+/// Derives the same conditions as [`conditions`] from the result of [`causes`].
 #[must_use]
 pub fn conditions_from(plan: &MeshPlan, causes: &[Cause]) -> Vec<Condition> {
     let nodes: usize = plan.clusters.values().map(|report| report.registered).sum();

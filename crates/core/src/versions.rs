@@ -1,5 +1,6 @@
 //! Compares versions, and derives the condition `VersionsCompatible`: which members run versions that do not work together, and which
-//! need an update before the next one. The supported versions are data (`versions.json` of the crate `api`).
+//! agents need an update before the controller's next update. The supported versions are data (`versions.json` of the crate
+//! `api`).
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -197,7 +198,8 @@ fn check_kernels(cluster: &str, member: &MemberVersions, oldest: Version, warnin
     let old = old.filter(|(_, versions)| Version::parse(&versions.kernel).is_some_and(|version| version < oldest));
     let old: Vec<&String> = old.map(|(node, _)| node).collect();
     if !old.is_empty() {
-        // Not False: distributions add features of later kernels to older ones, and an agent that cannot write its table says so.
+        // Only a warning: distributions add features of later kernels to older ones. An agent that cannot write its table
+        // reports that.
         let message = format!(
             "{} of cluster {cluster:?}: the kernel is older than {oldest} and may lack nftables features that wg-agent needs",
             list_nodes(old.into_iter())
@@ -211,7 +213,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn version_is_read_from_texts_of_kubernetes_linux_and_nft() {
+    fn version_is_read_from_texts_of_kubernetes_and_linux() {
         for (text, want) in [
             ("v1.36.3", Some(Version(1, 36, 3))),
             ("v1.31.4-eks-1a2b3c", Some(Version(1, 31, 4))),

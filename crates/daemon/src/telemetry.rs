@@ -18,8 +18,9 @@ pub enum LogFormat {
 /// logs an error for each unreachable peer every 90 s. The agent's status reports such peers.
 const DEFAULT_FILTER: &str = "info,boringtun=off,kube=warn,kube_runtime=error,hyper=warn,tower=warn,rustls=warn";
 
-/// Replaces a level that `RUST_LOG` sets for all crates or for `kube_client`, but not for a module of `kube_client`. kube-client logs whole
-/// responses with their newlines, and an API server may be hostile. Our code logs failed requests itself.
+/// Disables the log of `kube_client`, whatever level `RUST_LOG` sets for it or for all crates. Only a level for one module of
+/// `kube_client` stays in force. kube-client logs whole responses with their newlines, and an API server may be hostile. Our code
+/// logs failed requests itself.
 const KUBE_CLIENT_OFF: &str = "kube_client=off";
 
 /// Creates the filter of the log. `given` is the value of `RUST_LOG`.

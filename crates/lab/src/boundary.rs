@@ -1,6 +1,6 @@
 //! Applies the shipped NetworkPolicy for a sandbox whose nodes are pods of the hub, with the lab's values, and
-//! lists the TCP sockets of the lab that it admits. WireGuard to the gateways needs no value of the lab: the shipped file selects the
-//! gateways by their labels.
+//! lists the TCP sockets of the lab that it admits. The rule for WireGuard to the gateways needs no value of the lab, because it
+//! selects the gateways by their labels.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};

@@ -7,7 +7,8 @@ use crate::{ArtefactSet, Cluster, Error, NAMESPACE, Output, Result, Tools, comma
 /// The label of objects that `clusterctl move` moves.
 pub const MOVE_LABEL: &str = "clusterctl.cluster.x-k8s.io/move";
 
-/// The CRD of Cluster API's Cluster, without its schema. clusterctl requires it in both clusters, with the label of a contract.
+/// The CRD of Cluster API's Cluster, without its schema. clusterctl requires it in both clusters, with a label for the version
+/// of the contract between clusterctl and its providers.
 fn cluster_crd() -> String {
     let version = json!({
         "name": "v1beta2", "served": true, "storage": true,
@@ -51,7 +52,7 @@ pub async fn clusterctl_move(from: &Cluster<'_>, to: &Cluster<'_>, progress: &dy
     let [from, to] = &files[..] else {
         return Err(Error::Other("two kubeconfigs".to_owned()));
     };
-    // It would look for a later version in the network.
+    // Without this variable, clusterctl would look for a later version on the internet.
     let words = ["env", "CLUSTERCTL_DISABLE_VERSIONCHECK=true"].map(str::to_owned);
     let program = tools.path("clusterctl")?.display().to_string();
     let config = format!("XDG_CONFIG_HOME={}", files[0].trim_end_matches(|c| c != '/'));

@@ -41,6 +41,7 @@ fn go_environment() -> BTreeMap<String, String> {
 /// Otherwise it copies the logs into the lab's cache directory.
 #[derive(Debug)]
 pub struct Lab {
+    /// Its drop takes the lab down, unless the lab is kept or was attached to.
     run: Run,
     tools: Tools,
     state: Mutex<LabState>,
@@ -369,6 +370,7 @@ impl Lab {
 }
 
 impl Drop for Lab {
+    // Only handles a panic. The drop of the field `run`, which follows, takes the lab down, unless the lab is kept.
     fn drop(&mut self) {
         if !std::thread::panicking() {
             return;

@@ -25,17 +25,18 @@ pub(crate) struct Settings {
     run: PathBuf,
     name: String,
     cluster: String,
-    /// The addresses of one or both families, the first family first.
+    /// The addresses of one or both families. In a dual-stack cluster the IPv4 address is first.
     addresses: Vec<IpAddr>,
     /// The pod ranges of the cluster, for all its nodes.
     pod_cidrs: Vec<IpNet>,
     dns: IpAddr,
-    /// The resolver in /etc/resolv.conf. `None` = the file is this machine's, and pods with `dnsPolicy: Default` have no resolver.
+    /// The resolver in the node's /etc/resolv.conf, and in pods with `dnsPolicy: Default`. `None` = the node has this machine's
+    /// file, which kubelet does not copy into such pods: they have no resolver.
     #[serde(default)]
     resolver: Option<IpAddr>,
     #[serde(default)]
     pod_network: PodNetwork,
-    /// An address of this node, and the API server's address to which connections to it are forwarded.
+    /// Connections to the first address, which this node has, are forwarded to the second, which is the API server's.
     #[serde(default)]
     api_forward: Option<(SocketAddr, SocketAddr)>,
     proxy: ProxyMode,

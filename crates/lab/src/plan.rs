@@ -63,8 +63,8 @@ pub struct ClusterPlan {
     /// How pods reach pods of other nodes.
     #[serde(default)]
     pub pod_network: PodNetwork,
-    /// The number of the node whose address `default/kubernetes` has, as if the API server ran on this node. `None` = the address at
-    /// which it listens.
+    /// The number of a node: the Service `default/kubernetes` leads to this node's address, as if the API server ran on the node.
+    /// `None` = the Service leads to the address at which the API server listens.
     #[serde(default)]
     pub api_node: Option<u8>,
 }
@@ -268,8 +268,8 @@ impl LabPlan {
         self
     }
 
-    /// Gives the Service `default/kubernetes` of a cluster the address of node `n`, as if the API server ran on this node: a service
-    /// of the node forwards connections to it. Kubelets and the CNI do not use this address.
+    /// Gives the Service `default/kubernetes` of a cluster the address of node `n`, as if the API server ran on this node: a
+    /// process on the node forwards connections to the API server. Kubelets and the CNI do not use this address.
     ///
     /// # Panics
     /// When the cluster is not in the plan.

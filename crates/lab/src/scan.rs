@@ -173,7 +173,7 @@ impl Lab {
     /// Scans these sockets until each accepts a TCP connection.
     ///
     /// # Errors
-    /// When a socket accepts no connection within 90 s. The error names the sockets that do.
+    /// When a socket accepts no connection within 90 s. The error names the sockets that accept one.
     pub async fn wait_for_open_sockets(&self, from: &TrafficClient, sockets: &BTreeSet<SocketAddr>) -> Result<()> {
         self.wait_for_scan_result(from, sockets, sockets).await
     }

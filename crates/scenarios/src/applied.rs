@@ -69,8 +69,8 @@ fn write(member: &mut Member, step: &Step) {
     }
 }
 
-/// Applies all steps, and stores the accepted networks and the anchors in each mesh that is not being deleted, where the next plan reads
-/// them. The controller keeps them in the mesh's status.
+/// Applies all steps. Also stores the accepted networks and the anchors in each mesh that is not being deleted, because the next
+/// plan reads them from the mesh. The controller keeps them in the mesh's status.
 pub fn apply_plan(scenario: &Scenario) -> Scenario {
     let plan = planned(scenario);
     let steps = steps(&plan, scenario);

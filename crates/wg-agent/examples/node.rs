@@ -147,7 +147,7 @@ fn inputs(node: Node, key: PublicKey, endpoint: SocketAddr, other: IpAddr) -> In
         throw: BTreeSet::new(),
         api_servers: BTreeSet::new(),
         all_node_addresses: BTreeSet::new(),
-        pods_elsewhere: BTreeSet::new(),
+        pod_cidrs_of_other_nodes: BTreeSet::new(),
         own_sources: BTreeSet::new(),
         peer_mtus: BTreeMap::new(),
     }

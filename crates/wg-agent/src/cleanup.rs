@@ -82,8 +82,9 @@ pub async fn run(config: CleanupConfig) -> anyhow::Result<()> {
 /// Removes the device, its routes and the state of a key rotation, and adds errors to `failures`. If `is_kg_alive`, kg
 /// uses the interface, so it stays even if this agent created it.
 async fn remove_tunnel(interface: &InterfaceName, is_kg_alive: bool, key_file: &Path, failures: &mut Vec<String>) {
-    // Below, the addresses of the interface `device` are removed. If the interface is not the agent's or is in use by kg, its
-    // addresses stay: `device` is then a name that no interface has.
+    // `remove_interface` removes the interface of either backend, kernel or userspace.
+    // `route::cleanup` removes the addresses of the interface `device`. If the interface is not the agent's or is in use by kg,
+    // its addresses must stay, so `device` is then a name that no interface has.
     let removed = if is_kg_alive {
         Ok(false)
     } else {
@@ -164,7 +165,7 @@ async fn is_kg_alive(kubeconfig: Option<&Path>, node: &str) -> bool {
     }
 }
 
-/// Removes this agent's annotations. With `keep_kilo`, all but [`NODE_AGENT`] have Kilo's names, belong to kg and stay.
+/// Removes this agent's annotations. All except [`NODE_AGENT`] have Kilo's names; with `keep_kilo` these belong to kg and stay.
 async fn remove_annotations(kubeconfig: Option<&Path>, node: &str, keep_kilo: bool) -> Result<(), String> {
     let connection = client::build(kubeconfig).await.map_err(|e| e.to_string())?;
     let mut removal = publish::identity::removal();

@@ -69,7 +69,7 @@ pub(crate) fn status_socket() -> Result<PathBuf, LockError> {
     Ok(status_socket_in(Path::new(DIRECTORY), namespace()?))
 }
 
-/// The path of the socket. It does not end in `.sock`, because `wg show` takes each such file in that directory for a device.
+/// The path of the socket. Its name does not end in `.sock`, because `wg show` takes each `.sock` file there for a device.
 fn status_socket_in(directory: &Path, namespace: u64) -> PathBuf {
     directory.join(format!("wg-agent-{namespace}.status"))
 }

@@ -201,8 +201,8 @@ impl PeerTracker {
             .map_or(PeerHealth::Unknown, |tracked| state(&tracked.activity(now)))
     }
 
-    /// For how long no peer has answered this node's handshake initiations. `None` = no rekey is overdue at a peer to which packets are
-    /// sent, or some peer has a recent handshake or has sent something since.
+    /// For how long no peer has answered this node's handshake initiations. `None` = no rekey is overdue at a peer to which
+    /// packets are sent, or some peer has a recent handshake, or some peer has sent something since the earliest `overdue_since`.
     ///
     /// Unanswered packets alone prove nothing, because keepalives are never answered. But if packets are sent to a peer whose rekey is
     /// overdue, then handshake initiations were sent and not answered.
@@ -224,8 +224,8 @@ impl PeerTracker {
         (!fresh && !answered).then(|| now.saturating_duration_since(earliest))
     }
 
-    /// Makes the endpoints in use of the peers with a live session their live endpoints. Called after the device was opened: it may still
-    /// have peers that an earlier process configured.
+    /// Sets the live endpoint of each peer with a live session to its endpoint in use. Called after the device was opened: the
+    /// device may still have peers that an earlier process configured.
     pub(crate) fn learn_live_endpoints(&mut self, observed: &ObservedPeers) {
         let alive = observed
             .iter()
@@ -265,7 +265,8 @@ impl TrackedPeer {
     /// endpoint in use just removed  | first candidate, if new | first candidate, if new; else the last new one; else the first
     /// endpoint in use not removed   | no change               | first candidate, if new
     /// ```
-    /// "Just removed" means: it was a candidate until this call. A peer without an endpoint in use is treated likewise.
+    /// "Just removed" means: it was a candidate until this call. A peer without an endpoint in use is treated as
+    /// in the first row.
     ///
     /// The first candidate comes from the peer's own node or from a person, the others can be false reports of other nodes. So a new first
     /// candidate is preferred to other new ones. If this call does not change the desired endpoint, the last new candidate becomes
@@ -337,8 +338,8 @@ impl TrackedPeer {
             self.unanswered_since = None;
             self.last_received = if is_reset { self.last_received } else { Some(now) };
         } else {
-            // Without a keepalive interval, `tx_baseline` stays, so all bytes since the peer's last packet count. With one, it
-            // moves to this poll if only keepalives were sent, so the limit is for the time since the last poll.
+            // Without a keepalive interval, `tx_baseline` stays, so all bytes since the peer's last packet count. With an
+            // interval, a poll that finds only keepalives moves `tx_baseline`, so `time` begins at the last poll.
             let time = now.saturating_duration_since(self.polled_at);
             if stats.tx_bytes - self.tx_baseline > max_keepalive_bytes(self.keepalive, time) {
                 self.unanswered_since.get_or_insert(now);

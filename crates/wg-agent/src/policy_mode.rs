@@ -296,7 +296,7 @@ fn inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, config: &PolicyConfig, s
             .collect(),
         all_node_addresses: node_addresses.map(|ip| ip.to_canonical()).collect(),
         own_sources: BTreeSet::new(),
-        pods_elsewhere: others().flat_map(|(_, node)| &node.pod_cidrs).copied().collect(),
+        pod_cidrs_of_other_nodes: others().flat_map(|(_, node)| &node.pod_cidrs).copied().collect(),
         peers: peers
             .map(|(name, seen)| Peer {
                 name: name.to_owned(),

@@ -86,7 +86,7 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         live,
         problem,
     } = cache::load(&cache_file, cache::UnixTime::of(SystemTime::now()));
-    // The remark is listed until this is dropped.
+    // `/readyz` shows the problem as a remark until this value is dropped.
     let _cache_remark = problem.map(|problem| {
         tracing::warn!("{problem}");
         metrics.count_error("cache");

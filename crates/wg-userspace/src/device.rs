@@ -392,8 +392,8 @@ impl Device {
         }
         if update.preshared_key.is_some() {
             state.tunnel.set_preshared_key(peers::preshared_key(spec));
-            // `initiate_handshake` records a tick for `now`. Without an endpoint, no timer below would run that tick, and the tunnel would
-            // schedule no later one.
+            // `initiate_handshake` records a tick for `now`. Without an endpoint, no timer is added below, so this tick would
+            // never run, and while it is recorded, the tunnel schedules no later one.
             if state.endpoint.is_some() {
                 state.tunnel.initiate_handshake(now);
             }

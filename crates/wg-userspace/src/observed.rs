@@ -63,7 +63,7 @@ pub(crate) fn observed(shared: &Shared) -> Observed {
     let now = Instant::now();
     let table = current(&shared.table);
     let peers = configured.iter().map(|(key, spec)| {
-        // The default is not used: the table has every configured peer, because only `&mut Device` changes either.
+        // The table lacks a configured peer only for a moment, while `Device::apply` removes that peer.
         let stats = table.by_key.get(key).map_or_else(PeerStats::default, |peer| {
             let state = peer.state();
             PeerStats {

@@ -45,7 +45,7 @@ pub struct PeerUpdate {
     pub endpoint: Option<SocketAddr>,
     /// The new keepalive; `Some(None)` turns it off.
     pub keepalive: Option<Option<NonZeroU16>>,
-    /// The new preshared key; `Some(None)` removes it. No other attribute of an update ends the session.
+    /// The new preshared key; `Some(None)` removes it. This change ends the session; changes of the other attributes do not.
     pub preshared_key: Option<Option<PresharedKey>>,
     /// Allowed IPs to add. If another peer has one, it moves to this peer.
     pub add_allowed_ips: BTreeSet<IpNet>,

@@ -63,7 +63,7 @@ pub(crate) fn keepalive(spec: &PeerSpec) -> Option<Duration> {
         .map(|seconds| Duration::from_secs(u64::from(seconds.get())))
 }
 
-/// One peer. A thread never locks two peers at once. It locks `order` for its runs of datagrams to this peer
+/// One peer. A thread never locks two peers at once. It locks `order` while it encrypts and sends a run of datagrams to this peer
 /// ([`Self::order`]), and `state` for a burst of at most `datapath::BURST` packets.
 pub(crate) struct Peer {
     /// 24 bits, unique in the device: the upper part of every receiver index of this peer.
@@ -129,8 +129,8 @@ impl PeerTable {
         }
     }
 
-    /// Returns an index that neither a peer of this table has nor `used` contains. It is random so that a restarted device does not reuse
-    /// the indices of the earlier process; it is not a secret.
+    /// Returns an index that no peer of this table has and that is not in `used`. The index is random, so that a restarted
+    /// device does not reuse the indices of the earlier process; it is not a secret.
     pub(crate) fn free_index(&self, used: &HashSet<u32>) -> u32 {
         let random = RandomState::new();
         (0_u64..)

@@ -123,7 +123,8 @@ pub(crate) struct Tunnel {
     initiation: Option<(u32, Instant)>,
     /// The response to an initiation that crossed ours, and when to send it.
     held_response: Option<(Instant, [u8; RESPONSE])>,
-    /// When the period of attempts to get a new session started; each staged packet restarts it. `None` = no attempts.
+    /// The start of the period in which we try to get a new session. Each staged packet restarts the period. `None` = no
+    /// attempts.
     wanted_since: Option<Instant>,
     /// Whether a handshake was requested because the session is old.
     is_rekeying: bool,
@@ -287,9 +288,9 @@ impl Tunnel {
             Message::Response(keepalive) => {
                 self.initiation = None;
                 self.mark_answered_by_peer(now);
-                // The sessions of the peer's own initiations are no longer needed. wireguard-go and the kernel forgot their initiation when
-                // they answered ours, so they would reject our response. A peer that is this program also accepts the session of its own
-                // response.
+                // We send on the session of this response from now on, so the peer's own initiations are no longer needed:
+                // wireguard-go and the kernel forgot theirs when they answered ours, and would reject our held response. A peer
+                // that is this program keeps both sessions, so it accepts what we send on this one.
                 self.held_response = None;
                 self.unconfirmed.clear();
                 let index = response_receiver(datagram);

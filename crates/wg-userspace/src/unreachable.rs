@@ -13,9 +13,11 @@ const HOP_LIMIT: u8 = 64;
 /// Builds the error "destination unreachable", code host (RFC 792) or address (RFC 4443 §3.1): the type and code that kernel WireGuard
 /// sends.
 ///
-/// `None` = no error may be sent, because the packet is shorter than the fixed IP header (20 or 40 bytes, without options or extension
-/// headers), has an invalid one, is an ICMP error (or has no ICMP type) or a later IPv4 fragment, or its source or destination is not a
-/// single host: unspecified, loopback, multicast, broadcast or reserved (RFC 1122 §3.2.2, RFC 4443 §2.4 e).
+/// `None` = no error may be sent (RFC 1122 §3.2.2, RFC 4443 §2.4 e), because the packet
+/// - is shorter than the fixed IP header (20 or 40 bytes, without options or extension headers), or this header is invalid,
+/// - is an ICMP error, or an ICMP packet that is too short to contain the type,
+/// - is an IPv4 fragment other than the first, or
+/// - has a source or destination that is not a single host: unspecified, loopback, multicast, broadcast or reserved.
 ///
 /// The source of the error is the unreachable address, because a firewall may accept errors only from the networks behind the tunnel,
 /// in which this host may have no address.

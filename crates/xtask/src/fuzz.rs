@@ -24,7 +24,7 @@ pub(crate) struct Args {
     keep: bool,
 }
 
-/// Runs the targets. Fails at the first failing input; libFuzzer prints the name of its file.
+/// Runs the targets. Fails at the first failing input; libFuzzer prints the name of the file that contains this input.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let Args { targets, seconds, keep } = args;
     let all = all_targets()?;

@@ -60,8 +60,9 @@ pub fn build() -> anyhow::Result<PathBuf> {
     build_with(&[])
 }
 
-/// Like [`build`], with optimised `CLUSTER_CRATES`, without debug assertions: the planner would check each followed plan. The other
-/// crates keep the options of the profile `dev`, so third-party crates are not rebuilt.
+/// Like [`build`], but `CLUSTER_CRATES` are optimised and have no debug assertions, with which the planner would plan all meshes
+/// anew in every pass, to check itself. The other crates keep the options of the profile `dev`, so third-party crates are not
+/// rebuilt.
 pub fn build_optimised() -> anyhow::Result<PathBuf> {
     let options = |name| {
         ["opt-level=3", "debug-assertions=false"].map(|option| format!("--config=profile.dev.package.{name}.{option}"))

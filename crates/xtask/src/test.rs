@@ -30,8 +30,8 @@ use crate::leftovers::MachineState;
 use count::{Counts, Scope};
 use jobs::{JobResult, Program};
 
-/// The integration tests that `--quick` runs. Of these only `schema` needs a cluster: one API server. All others need several clusters,
-/// network namespaces or a virtual machine.
+/// The integration tests that `--quick` runs. Of these only `schema` needs a cluster: one API server. The tests that
+/// `--quick` leaves out need several clusters, network namespaces or a virtual machine.
 const QUICK: [&str; 5] = ["conversions", "explain", "plan", "properties", "schema"];
 
 /// Arguments of `cargo xtask test`.
@@ -96,7 +96,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The arguments for `cargo test`: two words are the name of a job, a program and its module.
+/// Returns the arguments for `cargo test`. Two words without a leading `-` are a test program and a module of it.
 fn cargo_arguments(words: &[String]) -> Vec<String> {
     match words {
         [program, module] if ![program, module].iter().any(|word| word.starts_with('-')) => {
@@ -127,13 +127,14 @@ fn run_jobs(programs: Vec<Program>, bin_directory: &Path) -> anyhow::Result<(Cou
     let cores = thread::available_parallelism()
         .context("the number of processors")?
         .get();
-    // Tests with clusters wait about a third of their time, so one job more than there are processors keeps the processors busier.
     let mut jobs = jobs::divide(programs, bin_directory)?;
     let has_kilo = std::env::var_os(KG_BIN).is_some_and(|path| !path.is_empty());
     let lacks_kilo = !has_kilo && jobs.iter().any(|job| job.name == KILO);
     if lacks_kilo {
         jobs.retain(|job| job.name != KILO);
     }
+    // Tests with clusters wait about a third of their time, so one job more than there are processors keeps the
+    // processors busier.
     let results = jobs::run(jobs, cores + 1, bin_directory)?;
     let failed = results.iter().filter(|result| !result.counts.is_success());
     let failed = failed.map(|result| result.name.clone()).collect();

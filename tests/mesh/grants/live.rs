@@ -422,7 +422,8 @@ impl Flows<'_> {
     }
 
     /// Waits until PolicyEnforced is True for the current generation of the mesh, the SandboxAccess is in the state `access`, and
-    /// every gateway reports its generation as applied (`Access::Absent`: no gateway reports it). Returns the time at which this is so.
+    /// every gateway reports the object's generation as applied (`Access::Absent`: no gateway reports the object). Returns the
+    /// time at which this is so.
     async fn wait_until_reported(&self, access: Access) -> u128 {
         let hub = &self.env.hub;
         let name = format!("{MESH}--{}", self.sandbox.name());

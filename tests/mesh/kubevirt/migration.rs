@@ -1,4 +1,4 @@
-//! Tests a live migration: the worker moves to another node of the hub with its address, while flows run.
+//! Tests a live migration: the worker moves to another node of the hub and keeps its address, while flows run.
 
 use clustermesh_lab::{EchoWatch, TrafficClient};
 

@@ -19,7 +19,7 @@ const WIREGUARD_IN_WIREGUARD: &str = "(udp port 51999)";
 const OVERLAY: &str = "overlay";
 const OVERLAY_MTU: u16 = 1420;
 
-/// The tunnel follows each MTU of the pod network, and a pod network of WireGuard.
+/// The tunnel's MTU follows the MTU of the pod network, first with a VXLAN as pod network, then with WireGuard.
 pub(super) async fn tunnel_follows_mtu_of_pod_network(env: &TestEnv<'_>) {
     for mtu in [1400, 1450] {
         env.lab.set_pod_mtu(HUB, mtu).await.unwrap();

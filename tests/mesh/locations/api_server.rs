@@ -112,7 +112,7 @@ pub(super) async fn killed_agents_become_ready(env: &TestEnv<'_>) {
     env.pods_reach_pods_with_their_own_address().await;
 }
 
-/// [`API_NODE`] boots with another key. The other agents know it only from the API server.
+/// [`API_NODE`] boots with another key. The other agents learn this key only from the API server.
 pub(super) async fn node_of_the_api_server_reboots(env: &mut TestEnv<'_>) {
     let node = env.lab.node(API_NODE);
     let key = public_key(env).await;

@@ -8,7 +8,8 @@ use super::{
 pub(super) async fn new_token_is_used_without_restart_or_rewrite(mesh: &mut Mesh<'_>) {
     let written = written_versions(mesh).await;
     let pods_before = controller_pods(&mesh.hub).await;
-    // The test of a stopped agent runs at the same time to save time: it waits for a report, and this test for the token's refusal.
+    // To save time, the test of a stopped agent runs at the same time: while that test waits for a report, this one waits until
+    // the old token is refused.
     let stopped_node = stop_agent_and_add_policy(mesh).await;
     let secret = json(
         &mesh.member,

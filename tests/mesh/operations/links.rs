@@ -63,8 +63,8 @@ pub(super) async fn status_of_healthy_node_matches_wg_show(mesh: &Mesh<'_>) {
     }
 }
 
-/// `status.brokenLinks` as `from->to of total`. On each node of `from` that reports a broken
-/// tunnel to `to`, `total` counts all tunnels to `to`; other nodes do not count.
+/// `status.brokenLinks` as `from->to of total`. `total` counts all tunnels to the member `to`, but only on nodes of the member
+/// `from` that report a broken tunnel.
 pub(super) async fn broken_links(mesh: &Mesh<'_>) -> Vec<String> {
     let object = json(&mesh.hub, &["-n", NAMESPACE, "get", "clustermesh", MESH]).await;
     let links = object["status"]["brokenLinks"].as_array().cloned().unwrap_or_default();

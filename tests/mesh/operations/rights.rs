@@ -1,5 +1,5 @@
-//! Checks that our processes on a node have, by /proc, exactly the rights that `deploy/` grants, which are listed here. Checks that an
-//! agent's token can change only annotations of its own Node.
+//! Reads the rights of our processes on a node from /proc, and checks that they are exactly those that `deploy/` grants.
+//! This file lists the expected rights. Also checks that an agent's token can change only annotations of its own Node.
 
 use super::*;
 

@@ -72,9 +72,9 @@ impl TestEnv<'_> {
             .collect()
     }
 
-    /// Each socket of the hub and the member with its owner, except sockets at addresses that the sandbox's cluster uses
-    /// itself. At the WireGuard address of each gateway, the result has the ports of all these sockets and of the grant,
-    /// [`ALWAYS_SCANNED_PORTS`] and WireGuard's port.
+    /// The sockets of the hub and the member, each with the name of its owner, except sockets at addresses that the sandbox's
+    /// cluster uses itself. At the WireGuard address of each gateway, the result has the ports of all these sockets and of the
+    /// grant, [`ALWAYS_SCANNED_PORTS`] and WireGuard's port.
     pub(super) async fn all_sockets(&self) -> BTreeMap<SocketAddr, String> {
         let granted = self.granted().await;
         let clusters = [&self.hub, &self.member];

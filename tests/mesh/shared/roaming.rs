@@ -18,7 +18,8 @@ pub(super) struct Roaming<'a> {
 }
 
 impl<'a> Roaming<'a> {
-    /// Starts the servers and stops the hub's kubelets, because they would start a pod that has their node.
+    /// Starts the servers. Stops the hub's kubelets, because they would start containers for the Pod object, which names one of
+    /// their nodes.
     pub(super) async fn start(lab: &'a Lab) -> Self {
         let make = format!(
             "ip netns add {POD} && ip link add roam0 type veth peer name eth0 netns {POD} && ip link set roam0 up && \

@@ -127,7 +127,8 @@ async fn agent_account_has_exactly_the_rights_it_uses() {
     };
     let everywhere = [
         "csinodes  list,watch",
-        // `get` and `list`: other Nodes; `watch` and `patch`: its own, to which the policy above limits `patch`.
+        // The agent reads other Nodes with `get` and `list`, and uses `watch` and `patch` for its own Node. The
+        // ValidatingAdmissionPolicy limits `patch` to that Node.
         "nodes  get,list,watch,patch",
         "peers,peerpolicies  list,watch",
     ];

@@ -120,8 +120,8 @@ pub fn fragment(next: u8, id: u32, offset: u16, more: bool) -> Vec<u8> {
     header
 }
 
-/// An IPv4 source route option: the destination in the header forwards the packet to `hop`, the last address of the route. Padded to
-/// whole 32-bit words; `kind` = 131 (loose) or 137 (strict).
+/// An IPv4 source route option with one further address: the node at the header's destination address forwards the packet to
+/// `hop`. Padded to whole 32-bit words; `kind` = 131 (loose) or 137 (strict).
 pub fn source_route(kind: u8, hop: IpAddr) -> Vec<u8> {
     [vec![kind, 7, 4], bytes(hop), vec![0]].concat()
 }

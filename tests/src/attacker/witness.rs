@@ -144,8 +144,8 @@ fn text(part: &Value) -> String {
     part.as_str().map_or_else(|| part.to_string(), str::to_owned)
 }
 
-/// `SOURCE TYPE CODE -> DESTINATION` of an ICMP packet, without the code of destination-unreachable. nft prints CODE as in ICMPv6
-/// destination-unreachable whatever the ICMPv6 type is: 0 as `no-route`.
+/// `SOURCE TYPE CODE -> DESTINATION` of an ICMP packet, without the code of destination-unreachable. For every
+/// ICMPv6 type, nft prints CODE with the names of the destination-unreachable codes: 0 as `no-route`.
 fn icmp_key(parts: &[Value]) -> String {
     let [from, to, kind, code] = [0, 1, 2, 3].map(|at| text(&parts[at]));
     match kind.as_str() {
@@ -154,7 +154,7 @@ fn icmp_key(parts: &[Value]) -> String {
     }
 }
 
-/// The key of a packet that is not ICMP. An ephemeral source port becomes `client`, one of [`NEW_PORTS`] `new`.
+/// The key of a packet that is not ICMP. An ephemeral source port becomes `client`; a port in [`NEW_PORTS`] becomes `new`.
 fn key(parts: &[Value]) -> String {
     let [from, to, protocol] = [0, 1, 2].map(|at| text(&parts[at]));
     let [Some(port), Some(to_port)] = [3, 4].map(|at| parts.get(at)) else {

@@ -1,5 +1,6 @@
-//! A minimal API server inside a network namespace: lists, watches and merge patches of a few kinds, and the table of Nodes, without any
-//! validation. Selectors are ignored. It is for machines on which no real API server can run, such as an emulated processor.
+//! A minimal API server inside a network namespace: lists, watches and merge patches of a few kinds, and the Nodes as a `Table`,
+//! without any validation. Selectors are ignored. It is for machines on which no real API server can run, such as an emulated
+//! processor.
 
 use std::{
     collections::BTreeMap,
@@ -134,7 +135,7 @@ impl Store {
         self.objects.get(collection)?.get(name).cloned()
     }
 
-    /// The table of Nodes, with the columns that the agent reads.
+    /// The Nodes as a `Table`, as for `kubectl get`, with the columns that the agent reads.
     fn table_of_nodes(&self) -> Value {
         let columns = ["Name", "Internal-IP", "External-IP"].map(|name| json!({"name": name}));
         let rows = self.objects[NODES].values().map(|node| {

@@ -230,7 +230,7 @@ fn inputs(number: u8, interface: &str, all: &[u8], outer: &impl Fn(u8, u8) -> Fa
         throw: BTreeSet::new(),
         api_servers: BTreeSet::new(),
         all_node_addresses: BTreeSet::new(),
-        pods_elsewhere: BTreeSet::new(),
+        pod_cidrs_of_other_nodes: BTreeSet::new(),
         own_sources: BTreeSet::new(),
         peers: others()
             .map(|other| Peer {

@@ -77,7 +77,7 @@ fn credentials_without_a_date_have_no_expiry() {
 }
 
 #[test]
-fn hostile_date_is_a_date_of_kubernetes_or_none() {
+fn hostile_date_becomes_a_valid_status_date_or_none() {
     // A status cannot contain a year with a sign or with more than four digits.
     for past in [json!(-1), json!(-1e300), json!(i64::MIN), json!(0)] {
         assert_eq!(expires(&json!({"exp": past})), Some(Timestamp::UNIX_EPOCH), "{past}");

@@ -48,11 +48,12 @@ pub fn compile_policy_mode(inputs: &Inputs, before: &BTreeSet<IpNet>) -> PolicyM
         mesh_networks.extend(allowed_ips.filter(|net| net.prefix_len() > 0 && !super::overlaps_own_pods(node, net)));
     }
     let mesh = aggregate(mesh_networks.iter().chain(before));
-    // In a shared pod network, the pod CIDR of another node may contain pods of this node, so `pods_elsewhere` must not contain it. The
-    // inputs do not name this cluster's shared pod network, but it is one of the cluster's anchored networks.
+    // In a shared pod network, the pod CIDR of another node may contain pods of this node, so `pod_cidrs_of_other_nodes` must not
+    // contain this pod CIDR. The inputs do not name this cluster's shared pod network, but it is one of the cluster's anchored
+    // networks.
     let anchored = aggregate(policies.iter().flat_map(|policy| &policy.anchored));
-    let pods_elsewhere = inputs.pods_elsewhere.iter().copied();
-    let pods_elsewhere = pods_elsewhere
+    let pod_cidrs_of_other_nodes = inputs.pod_cidrs_of_other_nodes.iter().copied();
+    let pod_cidrs_of_other_nodes = pod_cidrs_of_other_nodes
         .filter(|net| !crate::prefixes::covered(net, &anchored))
         .collect();
     let published = super::published(node, &policies);
@@ -77,7 +78,7 @@ pub fn compile_policy_mode(inputs: &Inputs, before: &BTreeSet<IpNet>) -> PolicyM
         internal_ips: &node.internal_ips,
         api_servers: &inputs.api_servers,
         nodes: &inputs.all_node_addresses,
-        pods_elsewhere: &pods_elsewhere,
+        pod_cidrs_of_other_nodes: &pod_cidrs_of_other_nodes,
     });
     refused.sort();
     refused.dedup();

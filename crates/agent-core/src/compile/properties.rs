@@ -96,22 +96,24 @@ fn inputs() -> impl Strategy<Value = Inputs> {
         vec(address(), 0..4),
         vec(net(), 0..4),
     )
-        .prop_map(|(mut peers, policies, throw, underlay, nodes, pods_elsewhere)| {
-            // The names of a cluster's Peers are unique.
-            let mut names = BTreeSet::new();
-            peers.retain(|peer| names.insert(peer.name.clone()));
-            let mut inputs = Inputs {
-                all_node_addresses: nodes.into_iter().collect(),
-                pods_elsewhere: pods_elsewhere.into_iter().collect(),
-                own_sources: BTreeSet::new(),
-                peers,
-                policies,
-                throw: throw.into_iter().collect(),
-                ..hub_node()
-            };
-            inputs.node.underlay_addresses.extend(underlay);
-            inputs
-        })
+        .prop_map(
+            |(mut peers, policies, throw, underlay, nodes, pod_cidrs_of_other_nodes)| {
+                // The names of a cluster's Peers are unique.
+                let mut names = BTreeSet::new();
+                peers.retain(|peer| names.insert(peer.name.clone()));
+                let mut inputs = Inputs {
+                    all_node_addresses: nodes.into_iter().collect(),
+                    pod_cidrs_of_other_nodes: pod_cidrs_of_other_nodes.into_iter().collect(),
+                    own_sources: BTreeSet::new(),
+                    peers,
+                    policies,
+                    throw: throw.into_iter().collect(),
+                    ..hub_node()
+                };
+                inputs.node.underlay_addresses.extend(underlay);
+                inputs
+            },
+        )
 }
 
 proptest! {
@@ -136,7 +138,7 @@ proptest! {
                     || !old.deny_ports.is_subset(&new.deny_ports)
                     || !old.api.is_subset(&new.api)
                     || !old.nodes.is_subset(&new.nodes)
-                    || !old.pods_elsewhere.is_subset(&new.pods_elsewhere)
+                    || !old.pod_cidrs_of_other_nodes.is_subset(&new.pod_cidrs_of_other_nodes)
                     || !old.closed.is_subset(&new.closed)
             })
         };
@@ -190,7 +192,7 @@ proptest! {
         }
     }
 
-    /// `table` = [`TABLE`]. Also, none of its routes is a default route, and only throw routes overlap the node's own pod CIDRs.
+    /// Checks the routes in [`TABLE`]. Also, none of them is a default route, and only throw routes overlap the node's pod CIDRs.
     #[test]
     fn peer_routes_are_allowed_ips_and_table_routes_have_fallback(inputs in inputs()) {
         let got = compile(&inputs);

@@ -48,8 +48,8 @@ pub enum Reason {
     DefaultRoute,
     /// A network is wider than /8 (IPv4) or /7 (IPv6).
     NetworkTooWide,
-    /// A network contains an address of this node. Exception: a network that the networks of the PeerPolicies cover, that is no /32 or
-    /// /128, and that contains no WireGuard address of this node.
+    /// A network contains an address of this node. Exception: a network that is wider than /32 or /128, is covered by the
+    /// networks of the PeerPolicies, and contains no WireGuard address of this node.
     OwnNodeAddress,
     /// A network is an address of the API server (/32 or /128), or contains one and is not covered by the networks of the
     /// PeerPolicies.
@@ -149,8 +149,8 @@ pub(super) fn peer_refusal(inputs: &Inputs, networks: &BTreeSet<IpNet>, peer: &P
             ),
         ));
     }
-    // A Peer of a node of this cluster is not refused for an invalid network: only that network is left out (`may_own_node_have`), because
-    // private networks of different locations may be equal.
+    // A Peer that describes a node of this cluster is not refused for an invalid network, because private networks of different
+    // locations may be equal. `own_node_may_have` decides about each of its networks, and only an invalid one is left out.
     let mut checked = peer
         .allowed_ips
         .iter()
@@ -159,7 +159,7 @@ pub(super) fn peer_refusal(inputs: &Inputs, networks: &BTreeSet<IpNet>, peer: &P
 }
 
 /// Whether a Peer that describes a node of this cluster may have `net` among its allowed IPs. If not, reports it.
-pub(super) fn may_own_node_have(
+pub(super) fn own_node_may_have(
     inputs: &Inputs,
     networks: &BTreeSet<IpNet>,
     peer: &Peer,

@@ -59,7 +59,7 @@ pub(crate) fn hub_node() -> Inputs {
             "100.66.1.2",
             "fd00:66:1::2",
         ]),
-        pods_elsewhere: nets(&["10.101.1.0/24", "fd00:101:0:1::/64"]),
+        pod_cidrs_of_other_nodes: nets(&["10.101.1.0/24", "fd00:101:0:1::/64"]),
         own_sources: BTreeSet::new(),
         peers: vec![
             peer(
@@ -122,7 +122,7 @@ pub(crate) fn worker() -> Inputs {
         throw: nets(&["10.101.0.1/32", "10.111.0.10/32"]),
         api_servers: ["10.111.176.135:443".parse().unwrap()].into(),
         all_node_addresses: ips(&["10.101.0.200"]),
-        pods_elsewhere: BTreeSet::new(),
+        pod_cidrs_of_other_nodes: BTreeSet::new(),
         own_sources: BTreeSet::new(),
         peers: vec![peer(
             1,
@@ -431,7 +431,8 @@ fn node_in_another_location_is_accepted_without_a_policy() {
         ..own
     });
     inputs.own_sources = nets(&["10.77.0.0/24", "100.66.9.1/32"]);
-    // The agent passes the InternalIPs of all other nodes in `throw`.
+    // The agent passes the InternalIPs of all other nodes in `throw`. `compile` leaves out those in the allowed IPs of an
+    // `OwnNode` Peer.
     inputs.throw.insert("10.101.0.201/32".parse().unwrap());
     assert!(
         !compile(&inputs)
@@ -453,7 +454,7 @@ fn node_in_another_location_is_accepted_without_a_policy() {
     );
 
     // WireGuard accepts 10.77.2.9 as a source only from the other member's peer. `own_cluster` omits the whole 10.77.2.0/24, so the
-    // policies decide about its packets.
+    // policies decide about packets from this network.
     inputs
         .peers
         .push(peer(8, "mesh--c1--n2", "172.29.0.112:51820", &["10.77.2.9/32"]));

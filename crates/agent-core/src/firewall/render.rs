@@ -345,7 +345,7 @@ fn from_mesh_chains() -> String {
     );
     add_rule_pair(
         &mut out,
-        "ct status & dnat == 0 {ip} daddr @pods_elsewhere{n} counter drop",
+        "ct status & dnat == 0 {ip} daddr @pod_cidrs_of_other_nodes{n} counter drop",
         "in another node's pod CIDR, not through a Service",
     );
     out.push_str(

@@ -21,8 +21,8 @@ pub(super) fn path_chains(parameters: &RuleParameters) -> String {
     let mut out = String::from(
         "
   # Replies take the path of their connection (tunnel or underlay): the packet mark selects the routing table. A strict rp_filter
-  # also looks up the source with the underlay mark (src_valid_mark). After the chains of other programs that restore the mark of a
-  # connection: wg-quick sets the whole mark of received UDP packets.
+  # also looks up the source with the underlay mark (src_valid_mark). This chain runs after the chains of other programs that restore
+  # the mark of a connection, such as wg-quick's, which sets the whole mark of received UDP packets.
   chain path_in {
     type filter hook prerouting priority mangle + 1; policy accept;
 ",
@@ -51,8 +51,9 @@ pub(super) fn path_chains(parameters: &RuleParameters) -> String {
         "connection from a mesh source by the underlay",
     );
     out.push_str(
-        "    # A connection may be older than the Peer with its source, such as one to the API server on this node. Replies from an address
-    # that peers do not accept as a source would be lost in the tunnel. A connection to any other address moves into the tunnel.
+        "    # A connection may be older than the Peer with its source, such as one to the API server on this node. If peers do not accept its
+    # destination as a source, its replies would be lost in the tunnel, so it stays on the underlay. Any other connection moves into
+    # the tunnel.
 ",
     );
     add_rule_pair(
@@ -142,7 +143,7 @@ pub(super) fn path_chains(parameters: &RuleParameters) -> String {
     out
 }
 
-/// Returns an nft statement that clears our bits, and the others in [`MARK_MASK`], in the mark of a packet.
+/// Returns an nft statement that clears all bits of [`MARK_MASK`], which include ours, in the mark of a packet.
 fn clear_mark() -> String {
     format!("meta mark set meta mark & {:#010x}", !MARK_MASK)
 }
@@ -190,9 +191,9 @@ pub(super) fn leave_chains(parameters: &RuleParameters) -> String {
         "icmpv6 type { nd-neighbor-solicit, nd-neighbor-advert } accept",
         "IPv6 neighbour discovery",
     );
-    // The direction of an ICMP error is opposite to that of the packet that caused it. So an error with direction `reply` is about a
-    // packet of the original direction, and the remote end of the flow is the source of the replies. For an error with direction
-    // `original`, the remote end is the source of the original direction.
+    // These errors go to the local end of the flow, whose packet caused them. Conntrack gives an error the opposite direction of
+    // that packet. So if the error has the direction `reply`, the local end opened the connection, and the remote end is the
+    // source of the replies. If the error has the direction `original`, the remote end is the source of the original direction.
     let error = format!("fib saddr type local ct state related {from_tunnel}");
     for (direction, remote_end) in [("reply", "ct reply {ip} saddr"), ("original", "ct original {ip} saddr")] {
         add_rule_pair(
@@ -204,7 +205,7 @@ pub(super) fn leave_chains(parameters: &RuleParameters) -> String {
     out.push_str(
         "    # Connections with another node of this cluster leave the tunnel when the nodes get the same location.\n",
     );
-    for set in ["pods_elsewhere", "nodes"] {
+    for set in ["pod_cidrs_of_other_nodes", "nodes"] {
         add_rule_pair(
             &mut out,
             &format!("{{ip}} daddr @{set}{{n}} {{ip}} daddr != @mesh{{n}} accept"),

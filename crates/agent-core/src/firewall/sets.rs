@@ -72,7 +72,7 @@ fn family_sets(family: Family, sets: &Sets) -> impl Iterator<Item = Set> {
         deny_ports,
         api,
         nodes,
-        pods_elsewhere,
+        pod_cidrs_of_other_nodes,
         closed,
     } = sets;
     // (name, is_deny, elements)
@@ -92,7 +92,7 @@ fn family_sets(family: Family, sets: &Sets) -> impl Iterator<Item = Set> {
         ("deny_ports", true, PairPorts(deny_ports)),
         ("api", true, Sockets(api)),
         ("nodes", true, Addresses(nodes)),
-        ("pods_elsewhere", true, Networks(pods_elsewhere)),
+        ("pod_cidrs_of_other_nodes", true, Networks(pod_cidrs_of_other_nodes)),
         ("closed", true, Networks(closed)),
     ];
     let (address, number) = match family {

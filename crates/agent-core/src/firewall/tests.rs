@@ -96,14 +96,14 @@ fn deny_elements_are_added_first_and_removed_last() {
 fn adjacent_pod_cidrs_are_separate_elements() {
     let table = |pods: &[&str]| {
         let mut inputs = hub_node();
-        inputs.pods_elsewhere = nets(pods);
+        inputs.pod_cidrs_of_other_nodes = nets(pods);
         compile(&inputs).firewall
     };
     let (old, new) = (table(&["10.101.2.0/24"]), table(&["10.101.2.0/24", "10.101.3.0/24"]));
     let step = update(Some(&old), &new).unwrap();
     assert_eq!(
         step.scripts(),
-        ["add element inet clustermesh pods_elsewhere4 { 10.101.3.0/24 }\n"]
+        ["add element inet clustermesh pod_cidrs_of_other_nodes4 { 10.101.3.0/24 }\n"]
     );
 }
 

@@ -184,8 +184,8 @@ impl Piece {
 /// Maximum number of elements in one statement. With one statement for each element, nft takes twice the memory.
 const BATCH: usize = 100;
 
-/// Elements that are not written yet, by set. All belong to one set, or to the two sets of one kind, such as `hosts4` and `hosts6`,
-/// because pieces of both families alternate.
+/// Elements that are not written yet, by set. All belong to one set, or to the two sets of one kind, such as `hosts4` and
+/// `hosts6`. Pieces of both families alternate, so statements for one set at a time would have few elements.
 #[derive(Default)]
 struct Elements(Vec<(&'static str, Vec<String>)>);
 
@@ -243,8 +243,8 @@ fn limit(sandbox: SandboxId) -> String {
 }
 
 /// Chooses the range of source ports for connections to endpoints: the widest range without the pod's own listen ports, and without
-/// ports below 1024, which some servers trust. Packets to a listen port are not tracked, so an endpoint's replies to it would stay in
-/// this pod.
+/// ports below 1024, which some servers trust. Packets to a listen port are not tracked: if a connection had that source port,
+/// the endpoint's replies would not be translated back.
 fn source_ports(own: [u16; 2]) -> RangeInclusive<u32> {
     let mut cuts = own.map(|port| u32::from(port).max(1023));
     cuts.sort_unstable();

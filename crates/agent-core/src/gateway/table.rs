@@ -145,7 +145,7 @@ impl Table {
             }
         }
         if !is_settled {
-            // A network that this step added, or moved to another sandbox, would get the obsolete grants of its new sandbox.
+            // No network is added, or moved to another sandbox, yet: it would get the obsolete grants of its new sandbox.
             let is_unmoved = |network: &IpNet, sandbox: &SandboxId| {
                 old.is_some_and(|old| old.sandboxes.get(network) == Some(sandbox))
             };

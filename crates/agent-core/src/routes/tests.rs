@@ -66,7 +66,7 @@ fn unreachable_routes_are_deleted_after_rules_and_device_routes() {
 }
 
 #[test]
-fn mesh_underlay_address_is_source_of_peer_and_fallback_routes() {
+fn underlay_address_in_mesh_is_src_of_peer_and_fallback_routes() {
     let plan = Plan {
         throw: nets(&["10.101.0.1/32", "192.0.2.1/32"]),
         underlay: ["10.101.0.200".parse().unwrap(), "192.0.2.9".parse().unwrap()].into(),

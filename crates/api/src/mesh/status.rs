@@ -70,7 +70,7 @@ pub struct MeshProblem {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 63))]
     pub cluster: Option<String>,
-    /// Of tunnels that are down: the member to which they lead.
+    /// If tunnels are down: the member to which these tunnels lead.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 63))]
     pub to: Option<String>,
@@ -125,10 +125,10 @@ pub struct ClusterStatus {
     /// Whether its API server is reachable.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reachable: Option<bool>,
-    /// When the token or client certificate in its kubeconfig expires, as this says itself. None = it does not say it.
+    /// When the token or client certificate in its kubeconfig expires. Missing if neither contains an expiry date.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub credentials_expire: Option<Time>,
-    /// The time since which all objects match the plan. While an object differs, it is set to the present time again and again.
+    /// The last time at which an object of this member differed from the plan. While an object differs, the controller keeps setting this to the current time.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_sync: Option<Time>,
     /// Version of its API server.

@@ -96,8 +96,8 @@ impl Finder<'_> {
         }
     }
 
-    /// Returns the addresses of this end. If the sources `from` are in a sandbox, and the end is a Service that is granted to this sandbox,
-    /// these are addresses of gateways.
+    /// Returns the addresses of this end. If the end is a Service that the cluster of the sources `from` reaches through
+    /// gateways, these are addresses of gateways.
     pub(super) fn find_destinations(
         &self,
         end: &ConnectionEnd,
@@ -274,7 +274,8 @@ impl Finder<'_> {
         Ok(located)
     }
 
-    /// Returns the addresses of gateways at which a sandbox reaches a granted Service, each with the name of the Service's port.
+    /// Returns the addresses of gateways at which the cluster `from` reaches a granted Service, each with the name of the
+    /// Service's port. The result is empty unless `from` is a sandbox or `cluster` is masqueraded.
     fn find_gateways(
         &self,
         from: &ClusterIdentity,

@@ -19,11 +19,11 @@ use crate::{
     problem::Problem,
 };
 
-/// The word in place of SRC.
+/// The first argument of `explain node CLUSTER/NODE`. Any other first argument is the source in `explain SRC DST`.
 pub(super) const WORD: &str = "node";
 
-/// Everything about a node in the meshes that contain its cluster. JSON and YAML have these fields: they may be added to, but never
-/// renamed.
+/// Everything about a node in the meshes that contain its cluster. JSON and YAML have these fields: a field may be
+/// added, but never renamed.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 struct NodeAnswer {
@@ -36,7 +36,7 @@ struct NodeAnswer {
 #[serde(rename_all = "camelCase")]
 struct MeshAnswer {
     mesh: String,
-    /// The reason for which the node is left out of all targets, or of the named one.
+    /// The reasons for which the node is left out of all targets, or of one.
     left_out: Vec<LeftOut>,
     /// The reason for which the node would be left out, if its last Peers were not kept for a while.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -73,7 +73,7 @@ struct Target {
     content: Vec<String>,
 }
 
-/// Runs the command. Exit code: 0 = an object of each mesh describes the node, 1 = no object of some mesh does.
+/// Runs the command. Exit code: 0 = every mesh has an object that describes the node, 1 = at least one mesh has none.
 ///
 /// # Errors
 /// All errors in the input, and an unknown cluster or node.
@@ -183,7 +183,8 @@ fn has_key<T>(nodes: &std::collections::BTreeMap<PublicKey, T>, key: Option<&Pub
     key.is_some_and(|key| nodes.contains_key(key))
 }
 
-/// The Peer of the node; else, unless the node is left out, a Peer of its cluster that carries one of its podCIDRs.
+/// The Peer of the node. If there is none and the node is not left out: a Peer of the same cluster whose allowed IPs contain one
+/// of the node's podCIDRs.
 fn find_peer<'p>(
     target: &'p TargetPlan,
     cluster: &str,

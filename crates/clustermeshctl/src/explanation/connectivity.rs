@@ -155,7 +155,7 @@ impl<'q> Query<'q> {
         Explanation::new(Rule::DestinationNotGranted, message)
     }
 
-    /// Why no Peer for this gateway of the destination is planned in the source (a sandbox), although the SandboxAccess exists.
+    /// Why no Peer for this gateway of the destination is planned in the source, although the SandboxAccess exists.
     /// `None` = the Peer is planned, or the SandboxAccess does not exist yet (the planner plans the Peer only once it exists), or the
     /// destination was not observed.
     fn missing_gateway_peer(&self, gateway: &ObjectName) -> Option<Explanation> {

@@ -1,4 +1,4 @@
-//! Explains a connection inside one cluster: between its locations it uses a tunnel.
+//! Explains a connection inside one cluster. A connection between two locations uses a tunnel.
 
 use clustermesh_core::{
     observe::PeerRole,

@@ -88,7 +88,7 @@ impl Layout {
     /// Returns the path of a link in SVG's syntax, and the middle of its line if it has space for a label.
     pub(super) fn path(&self, link: &Link) -> (String, Option<(usize, usize)>) {
         let (a, b) = (self.places[link.ends.0], self.places[link.ends.1]);
-        // Links with the hub have another height than links between columns, which pass behind it.
+        // Links between the two columns pass behind the hub, so they start lower in a member's box than links with the hub.
         let (hub_line, other_line) = (BOX_HEIGHT / 3, BOX_HEIGHT * 3 / 4);
         // The two edges that face each other.
         let (left, right) = if a.x <= b.x { (a, b) } else { (b, a) };

@@ -24,7 +24,7 @@ pub(super) struct Graph {
     pub(super) time: Timestamp,
     /// The hub first, then by name.
     pub(super) members: Vec<Member>,
-    /// By the positions of their members.
+    /// Sorted by the positions of their members.
     pub(super) links: Vec<Link>,
 }
 
@@ -51,7 +51,7 @@ pub(super) struct Link {
     /// Positions in [`Graph::members`], the smaller one first.
     pub(super) ends: (usize, usize),
     pub(super) state: LinkState,
-    /// What is wrong; empty if nothing is known to be.
+    /// What is wrong; empty if no problem is known.
     pub(super) detail: String,
 }
 
@@ -127,18 +127,18 @@ impl Graph {
                     else {
                         continue;
                     };
-                    let (ends, sandbox_first) = match connection {
+                    let (ends, sandbox) = match connection {
                         Connection::Meshed => ((at, to), None),
-                        // `b` is the source of the decision.
+                        // `Sandbox` and `Grantor` are roles of `b`, because `decide_by_entries` gets `b` as the source.
                         Connection::Sandbox => ((at, to), Some(to)),
                         Connection::Grantor => ((at, to), Some(at)),
                     };
                     let broken = broken_links(object, &a.name, &b.name);
-                    let (state, detail) = link_state(&members, ends, sandbox_first, &broken);
+                    let (state, detail) = link_state(&members, ends, sandbox, &broken);
                     let ends = (at.min(to), at.max(to));
                     let link = Link { ends, state, detail };
-                    let known = links.get(&ends).is_some_and(|other| other.state <= state);
-                    if !known {
+                    let has_worse_or_equal = links.get(&ends).is_some_and(|other| other.state <= state);
+                    if !has_worse_or_equal {
                         links.insert(ends, link);
                     }
                 }
@@ -158,7 +158,8 @@ impl Graph {
     }
 }
 
-/// Gives a cluster that is in several meshes its most restrictive profile, and quarantines it in all of them if one does so, as the planner.
+/// Gives a cluster that is in several meshes the most restrictive of its profiles, as the planner does. If one mesh quarantines
+/// the cluster, all meshes quarantine it.
 fn apply_strictest(meshes: &mut [(&ClusterMesh, Mesh)]) {
     let entries: Vec<Cluster> = meshes.iter().flat_map(|(_, mesh)| mesh.clusters.clone()).collect();
     for cluster in meshes.iter_mut().flat_map(|(_, mesh)| &mut mesh.clusters) {
@@ -225,8 +226,8 @@ fn broken_links<'m>(object: &'m ClusterMesh, a: &str, b: &str) -> Vec<&'m Broken
         .collect()
 }
 
-/// Returns the state of a link, and what is wrong with it. `sandbox` = the end that is a sandbox; then its tunnels end in gateways of the
-/// other end.
+/// Returns the state of a link, and what is wrong with it. `sandbox` = the position of the member that is a sandbox, if one is.
+/// Its tunnels lead to gateways of the other member.
 fn link_state(
     members: &[Member],
     (a, b): (usize, usize),
@@ -260,7 +261,8 @@ fn link_state(
     }
     let sum = |count: fn(&BrokenLink) -> i64| broken.iter().copied().map(count).sum::<i64>();
     let (up, total) = (sum(|link| link.up), sum(|link| link.total));
-    // The counts are those of the nodes that report a tunnel down. Only if these are all tunnels of a direction, no other node can be fine.
+    // `up` and `total` count only the tunnels of nodes that report a tunnel down. If `total` does not cover all tunnels of a
+    // direction, the tunnels of its other nodes may be up.
     let tunnels = members[a].registered.saturating_mul(members[b].registered);
     let is_down = up == 0 && broken.iter().all(|link| link.total >= tunnels);
     let state = if is_down { LinkState::Down } else { LinkState::Partly };

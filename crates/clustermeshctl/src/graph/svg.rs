@@ -8,8 +8,9 @@ use super::{
     text::{describe_unreachable, summary},
 };
 
-/// If there are more links than this between members other than the hub, only those that are down or partly up are drawn: the others would
-/// hide them. The box of a member shows that it is quarantined or unreachable.
+/// The maximum number of links that are drawn although they are neither down nor partly up and do not end at the hub. If there
+/// are more, none of them is drawn, because they would hide the other links. The box of a member shows that it is quarantined or
+/// unreachable.
 const MAX_OTHER_LINKS: usize = 60;
 
 const STYLE: &str = "text{font:13px sans-serif;fill:#1a1a1a}.name{font-weight:bold}.small{font-size:11px}\

@@ -63,7 +63,7 @@ fn three_members_fit_on_a_screen() {
     insta::assert_snapshot!(text);
 }
 
-/// 50 meshes of the hub and one tenant each, and one mesh of 50 members.
+/// Draws 49 meshes of the hub and one tenant each, and one mesh of the hub and 49 tenants.
 #[test]
 fn fifty_members_are_a_line_or_a_box_each() {
     let tenant = |n: usize| format!("tenant-{n:02}");

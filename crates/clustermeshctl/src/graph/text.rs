@@ -3,7 +3,8 @@
 use super::model::{Graph, LinkState, Member};
 use crate::{page, status::table::age};
 
-/// A member's links in one state are listed by name if they are at most this many; of links that are up, the number is enough.
+/// How many links of a member in one state are listed by name. The others are only counted. If more links than this are up, none
+/// of them is listed: their number is enough.
 const MAX_NAMES: usize = 8;
 
 pub(super) fn render(graph: &Graph) -> String {

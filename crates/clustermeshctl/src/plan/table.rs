@@ -43,7 +43,8 @@ impl Page {
     fn write_mesh(&mut self, outcome: &PlanResult, id: &MeshId, mesh: &MeshPlan) {
         self.write_line(0, 0, &format!("ClusterMesh {id}"));
         // This command writes nothing and reads no reports of agents, so it knows no failed writes, no leftovers of removed clusters and
-        // no tunnels that are down. The numbers of outstanding objects are empty, because the steps below show them.
+        // no tunnels that are down. The counts of objects that differ from the plan are empty, because the steps below show
+        // these objects.
         for condition in status::conditions(mesh, &BTreeMap::new(), &BTreeMap::new(), &[], &BTreeMap::new()) {
             if condition.kind == "Ready" || needs_attention(&condition) {
                 let state = match (condition.kind, condition.status) {

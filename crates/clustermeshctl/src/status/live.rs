@@ -138,8 +138,8 @@ impl LiveMesh {
         Self { causes, members }
     }
 
-    /// Replaces the rows of the status by the causes that were found. A problem that the status has too keeps its start. `make_row`
-    /// makes a row without a start.
+    /// Replaces the rows of the status by the causes that were found. A cause that already has a row in the status keeps that
+    /// row's `since`. `make_row` makes a row without `since`.
     pub(super) fn replace(&self, rows: &mut Vec<Row>, make_row: impl Fn(&Cause) -> Row) {
         if rows.iter().any(|row| is_refusal(&row.reason)) {
             return;

@@ -4,7 +4,8 @@
 use clustermesh_api::{mesh::ClusterMesh, names::FORCE_CLEANUP};
 use kube::ResourceExt;
 
-/// Returns the remedy for a problem of a mesh with this reason and message, in the member `cluster` if the problem has one.
+/// Returns the remedy for a problem of a mesh with this reason and message. `cluster` = the member with the problem; `None` = the
+/// problem is not in one member.
 pub(super) fn remedy(mesh: &ClusterMesh, (reason, message): (&str, &str), cluster: Option<&str>) -> Option<String> {
     let (namespace, name) = (mesh.namespace().unwrap_or_default(), mesh.name_any());
     let member = cluster.unwrap_or("CLUSTER");

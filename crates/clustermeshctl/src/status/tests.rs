@@ -35,8 +35,9 @@ fn healthy_meshes_are_one_line_each() {
     insta::assert_snapshot!(format!("{one}\n{two}\n{fifty}"));
 }
 
+/// The table shows the object, the start and the remedy of each problem.
 #[test]
-fn broken_mesh_names_object_start_and_remedy() {
+fn broken_mesh_shows_object_since_and_remedy() {
     let snapshot = snapshot([broken()]);
     let (short, all) = (render(&snapshot, false), render(&snapshot, true));
     assert!(short.lines().count() <= 10, "{short}");
@@ -224,7 +225,7 @@ fn live_state_replaces_what_the_controller_reported() {
     let live = LiveMesh {
         causes: vec![
             // The controller reported tenant-b as MemberStale, so the start of this problem is known. It also reported tenant-c
-            // so, but no cause here is about tenant-c: it answers.
+            // as MemberStale, but tenant-c answers now, so no cause here is about it.
             Cause::of_member(
                 "Ready",
                 "MemberUnreachable",

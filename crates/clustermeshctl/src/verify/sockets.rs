@@ -234,7 +234,7 @@ fn add_service(
     {
         let Ok(number) = u16::try_from(port.port) else { continue };
         let backends = backends(&read.member, name, Some((Protocol::Tcp, number)));
-        // The endpoints of a mirrored Service are in another cluster, which only `collect_mirrored` has.
+        // The endpoints of a mirrored Service are in another cluster, whose objects only `collect_mirrored` has.
         let is_mirrored = read
             .member
             .services

@@ -12,7 +12,8 @@ use crate::backoff::Backoff;
 
 const CONTESTED_AFTER: u32 = 3;
 
-/// A digest of what a step writes. After a new mesh of 10,000 nodes the items themselves would take more memory than all observations.
+/// A digest of what a step writes. The items themselves would take too much memory: those of a new mesh of 10,000 nodes take
+/// more than all observations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Content([u8; 32]);
 
@@ -30,7 +31,7 @@ pub(super) struct ObjectWrites {
     pub(super) last_written: Option<Content>,
     /// When [`Self::record`] was called last.
     pub(super) recorded_at: Instant,
-    /// Boxed, because few objects have one. `None` = the last write has changed what we had written before.
+    /// `None` = our last write had new content, so no change by another client is known. Boxed, because most objects have none.
     changes: Option<Box<Changes>>,
 }
 

@@ -38,7 +38,7 @@ const INTERVAL: Duration = Duration::from_millis(20);
 /// The longest pause, before jitter, while the member does not answer or throttles a lane. After the pause single requests probe the
 /// member.
 const MAX_OUTAGE_PAUSE: Duration = Duration::from_secs(10);
-/// The pause before a step is tried again that this replica was not permitted to send.
+/// If this replica was not permitted to send a step, the step is tried again after this pause.
 const NOT_PERMITTED_PAUSE: Duration = Duration::from_millis(500);
 /// Two changes of an object by another client count as changes in a row if less than this time is between them.
 const CONTEST_WINDOW: Duration = Duration::from_secs(180);
@@ -134,7 +134,8 @@ impl Queue {
         self.refused.retain(&wanted);
         self.object_writes.retain(|key, object| {
             let is_recent = now.saturating_duration_since(object.recorded_at) < CONTEST_WINDOW;
-            // Also without a step for the object in this pass: if a later step repeats our last write, another client has undone it.
+            // Our last write is remembered even if this pass has no step for the object: if a later step repeats that write,
+            // another client has undone it.
             is_recent && (object.last_written.is_some() || wanted.contains(key))
         });
         self.throttled.retain(|lane, _| self.lanes.contains_key(lane));
@@ -222,8 +223,8 @@ impl Queue {
         Err([next, self.waiting.keys().next().copied()].into_iter().flatten().min())
     }
 
-    /// Appends the steps whose backoff has ended to the end of their lanes. At the front, objects that are refused every time would
-    /// use up the tokens of steps that were never sent.
+    /// Appends the steps whose backoff has ended to the end of their lanes. At the front, steps that are refused every time would
+    /// use up the tokens, and the steps behind them would not be sent.
     fn requeue_waiting(&mut self, now: Instant) {
         let mut due: BTreeMap<(LaneKind, Source), Vec<Arc<Step>>> = BTreeMap::new();
         while let Some(entry) = self.waiting.first_entry().filter(|entry| *entry.key() <= now) {

@@ -1,6 +1,6 @@
 //! The Lease in a member that the leader takes before its first write there.
 //!
-//! While the leader holds the hub's Lease, it does not renew this one, so it costs a member one write for each leader. If the leader
+//! While the leader holds the hub's Lease, it does not renew this one, so each new leader costs a member one write. If the leader
 //! cannot renew the hub's Lease, because the hub does not answer or only this replica is cut off, it goes on writing into a member as long
 //! as it can renew the Lease there. Only a replica that holds the hub's Lease may take the Lease of a member from another. So if there is a
 //! new leader that reaches the member, the old one cannot renew; if there is none, or it does not reach the member, the old one goes on.
@@ -38,8 +38,8 @@ const WAIT: Duration = Duration::from_millis(2_500);
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 /// The pause after a failed attempt to take the Lease.
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);
-/// An API server that has just started denies everything until it has loaded its RBAC roles. A new leader whose predecessor may still
-/// write does not write without the Lease until the Lease was denied for this long.
+/// An API server that has just started denies everything until it has loaded its RBAC roles. If requests of an
+/// earlier leader may still be in flight, a new leader retries a denied Lease for this long before it writes without the Lease.
 const DENIED_AFTER: Duration = Duration::from_secs(60);
 /// When the member does not permit the Lease, it is tried again after this time.
 const REFUSED_FOR: Duration = Duration::from_secs(300);
@@ -66,7 +66,7 @@ struct Progress {
     /// The number of the term in which the member may be written, because this replica has taken the Lease or the member does not permit
     /// it.
     ready: Option<u64>,
-    /// The member does not permit the Lease; until when it is not tried again.
+    /// When to try the Lease again, if the member does not permit it.
     refused_until: Option<Instant>,
     /// Whether a task is taking the Lease.
     is_taking: bool,
@@ -81,11 +81,11 @@ struct Held {
     lease: Option<Lease>,
     /// When the last successful renewal was sent.
     renewed: Option<Instant>,
-    /// Another replica holds the Lease, or it was deleted; until when it is not read again.
+    /// When to read the Lease again, if another replica holds it or it was deleted.
     taken_until: Option<Instant>,
 }
 
-/// Ends the task that takes the Lease when it is dropped, also without success.
+/// When dropped, records that no task is taking the Lease any more, whether it was taken or not.
 struct Taking<'a>(&'a Fence);
 
 impl Drop for Taking<'_> {
@@ -125,7 +125,7 @@ impl Fence {
         term.is_ok_and(|term| self.progress().ready != Some(term.number))
     }
 
-    /// Why the Lease that [`Self::is_awaited`] could not be taken yet.
+    /// Why the Lease could not be taken yet; `None` = no problem is known, or [`Self::is_awaited`] is false.
     pub(crate) fn problem(&self) -> Option<String> {
         // `is_awaited` takes the same lock.
         let problem = self.progress().problem.clone()?;
@@ -138,7 +138,8 @@ impl Fence {
         ))
     }
 
-    /// Whether the caller has to call [`Self::take`]: the leader has not taken the Lease, and no other task is doing that.
+    /// Whether the caller must call [`Self::take`]: this leader has not taken the Lease, or must retry it after the member
+    /// refused it, and no other task is taking it. If so, records that a task is taking it.
     pub(crate) fn start_taking(&self) -> bool {
         let Ok(term) = self.election.held_term() else {
             return false;
@@ -200,10 +201,11 @@ impl Fence {
                     Ok(lease) => lease,
                     Err(error) => return self.write_without(term, &error),
                 };
-                // The last holder writes only if it has renewed the Lease, or holds the hub's, which is impossible now.
-                let may_write =
+                // This replica holds the hub's Lease, so the previous holder writes only if it has renewed the member's Lease.
+                // A holder that has released the hub's Lease has ended its writes.
+                let previous_may_write =
                     current.as_ref().is_some_and(was_renewed) && previous.is_some() && previous != term.released_by;
-                (lease, if may_write { Instant::now() + WAIT } else { now })
+                (lease, if previous_may_write { Instant::now() + WAIT } else { now })
             }
         };
         sleep_until(valid_from).await;

@@ -1,8 +1,8 @@
 //! The client for requests that write. It sends a request only while this replica may write, and gives up a request that is still in
-//! flight when the permission ends. So nothing is sent after another replica has become the leader, whatever delayed it here: a new
-//! connection, a queue, or a process that was stopped.
+//! flight when the permission ends. So no request is sent after another replica has become the leader, even if this process
+//! delayed the request: by a new connection, by a queue, or because the process was stopped.
 //!
-//! Giving up a request does not undo it. What it may still do at the API server is limited: a PUT and the status contain the
+//! Giving up a request does not undo it. What it may still do at the API server is limited: a PUT and a PATCH contain the
 //! resourceVersion that was read, a DELETE has preconditions, and a POST fails if the name exists. See also [`Term::is_clean`].
 
 use std::{future::poll_fn, pin::pin, sync::Arc, task::Poll, time::Duration};
@@ -16,8 +16,9 @@ use tower::BoxError;
 use super::Term;
 use super::{Election, NotPermitted, Permission, fence::Fence};
 
-/// How long before its end the permission of a request in flight is extended, and the pause between attempts.
+/// The permission of a request in flight is extended when it ends in less than this time.
 const EXTEND_BEFORE: Duration = Duration::from_millis(800);
+/// The pause between two attempts to extend the permission.
 const EXTEND_INTERVAL: Duration = Duration::from_millis(100);
 
 /// What permits requests to one cluster.
@@ -60,8 +61,8 @@ impl Permit {
     }
 }
 
-/// Returns a client that sends requests which write only with `permit`. Its requests name this replica as the user agent, for audit
-/// logs.
+/// Returns a client that sends a writing request only while `permit` permits it, and a reading one (GET, HEAD) always. Its
+/// requests name this replica as the user agent, for audit logs.
 pub(crate) fn guard(client: Client, permit: Permit) -> Client {
     let namespace = client.default_namespace().to_owned();
     let program = concat!(env!("CARGO_PKG_NAME"), "/", env!("CARGO_PKG_VERSION"));
@@ -83,7 +84,7 @@ async fn send(client: Client, permit: &Permit, request: Request<Body>) -> Result
     if matches!(*request.method(), Method::GET | Method::HEAD) {
         return Ok(client.send(request).await?);
     }
-    // Taken before the permission, so that `Election::resign` does not miss a request that has just got it.
+    // Taken before the permission, so that `Election::resign` does not miss a request that has just got its permission.
     let _in_flight = permit.election().writes.token();
     let mut permission = permit.permission().await?;
     let mut response = pin!(client.send(request));
@@ -105,8 +106,8 @@ async fn send(client: Client, permit: &Permit, request: Request<Body>) -> Result
     }
 }
 
-/// Waits for the end of a permission. A process that was stopped finds at once that it has passed: the timer alone may fire only after
-/// other futures were polled.
+/// Waits for the end of a permission. Each poll also compares the time, because the permission may have ended while the process
+/// was stopped, and the timer may then fire only after other futures were polled.
 async fn end_of(permission: Permission) {
     let mut timer = pin!(sleep_until(permission.until));
     poll_fn(|context| {

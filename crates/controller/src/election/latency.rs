@@ -1,7 +1,7 @@
 //! Chooses the duration of the leader's Lease by the time that the hub takes to answer.
 //!
-//! The leader sends a renewal when the last one is answered. So the right to write must last for more than two answers, or it lapses between
-//! renewals. A longer Lease delays the next leader, so it is used only while the hub is slow.
+//! The leader sends a renewal only after the previous one is answered. So the right to write must last longer than two requests
+//! take. Otherwise it lapses between renewals. A longer Lease delays the next leader, so it is used only while the hub is slow.
 
 use std::{
     sync::atomic::{AtomicBool, Ordering},
@@ -15,7 +15,7 @@ use super::{LEASE, lease::DURATION};
 
 /// The duration of the Lease while the hub is slow.
 const SLOW_DURATION: Duration = Duration::from_secs(20);
-/// The hub becomes slow with a request that takes longer than `SLOW`, and stays slow until one takes less than `FAST`.
+/// The hub counts as slow from a request that takes longer than `SLOW` until one that takes less than `FAST`.
 const SLOW: Duration = Duration::from_secs(1);
 const FAST: Duration = Duration::from_millis(500);
 

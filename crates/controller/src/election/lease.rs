@@ -11,7 +11,8 @@ pub(super) const DURATION: Duration = Duration::from_secs(4);
 /// A longer `leaseDurationSeconds` is respected up to this value.
 const MAX_DURATION: Duration = Duration::from_secs(60);
 
-/// The replica that has released a Lease after its last write. `None` = the Lease has a holder, or was released otherwise.
+/// The replica that has released the Lease and recorded ([`RELEASED_BY`]) that all its writes, in the hub and in members, have
+/// ended. `None` = the Lease has a holder, or there is no such record.
 pub(super) fn released_by(lease: &Lease) -> Option<&String> {
     match holder(lease) {
         None => lease.annotations().get(RELEASED_BY),
@@ -38,7 +39,7 @@ pub(super) fn duration(lease: Option<&Lease>) -> Duration {
     Duration::from_secs(seconds).clamp(DURATION, MAX_DURATION)
 }
 
-/// Returns the Lease with this holder, this duration, and the current time. `None` = a new Lease.
+/// Returns the Lease with this holder, this duration, and the current time. `current` = `None` makes a new Lease.
 pub(super) fn with_holder(current: Option<&Lease>, name: &str, identity: &str, duration: Duration) -> Lease {
     let now = MicroTime(Timestamp::now());
     let mut lease = current.cloned().unwrap_or_default();

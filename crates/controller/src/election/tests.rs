@@ -161,7 +161,7 @@ async fn standby_leads_when_the_leader_exits_but_not_when_the_hub_is_away() {
     );
     assert!(second.has_ended_earlier_writes());
 
-    // The hub is away for longer than the Lease lasts: its leader stays the leader.
+    // The hub does not answer for longer than the Lease lasts. When it answers again, the same replica is the leader.
     let third = start(&hub, "c");
     seconds(1.0).await;
     hub.is_down.store(true, Ordering::Relaxed);
@@ -189,12 +189,14 @@ async fn slow_hub_gets_a_longer_lease_that_does_not_lapse() {
         assert_eq!(first.leadership(), Leadership::Leader);
         seconds(0.1).await;
     }
-    // A request in flight has a permission that a shorter Lease covers, too.
+    // The permission of a request is not longer than the shortest Lease permits, because a renewal may shorten the Lease.
     let term = first.held_term().expect("it leads");
     assert!(term.valid_until - Instant::now() > validity(DURATION));
     assert!(term.permission().until <= Instant::now() + validity(DURATION));
 
-    // The hub is fast again. The renewal that shortens the Lease is executed, but its answer is lost.
+    // The hub is fast again. The first fast renewal still writes the longer Lease, which permits writes for 15 s. The next
+    // renewal is sent 1 s later and shortens the Lease: it is executed, but its answer is lost. So the replica may write for only
+    // 3 s after it has sent this renewal.
     hub.delay.store(0, Ordering::Relaxed);
     let rest = || first.held_term().expect("it leads").valid_until - Instant::now();
     while rest() < Duration::from_millis(14_900) {
@@ -295,7 +297,8 @@ async fn members_lease_decides_while_the_hub_is_away() {
     seconds(8.0).await;
     assert!(first.leadership() == Leadership::Leader && is_permitted(&first_fence).await);
 
-    // Only the first replica is cut off: it goes on until the second one takes the Lease, which then waits for its last request.
+    // Only the first replica is cut off from the hub: it goes on until the second one takes the member's Lease. The second
+    // replica then waits for the end of the first one's last permission.
     let second = start(&hub, "b");
     seconds(1.0).await;
     is_cut_off.store(true, Ordering::Relaxed);
@@ -311,7 +314,8 @@ async fn members_lease_decides_while_the_hub_is_away() {
     assert_eq!(first_fence.permission().await.err(), Some(NotPermitted::Taken));
     assert_eq!(first_fence.permission().await.err(), Some(NotPermitted::Taken));
 
-    // A leader that has not renewed the Lease leaves nothing to wait for.
+    // The second replica has not renewed the member's Lease, so it could write only while it held the hub's Lease. It releases
+    // the hub's Lease, so the third replica may write as soon as it has taken the member's.
     let third = start(&hub, "c");
     seconds(1.0).await;
     second.resign().await;
@@ -322,7 +326,7 @@ async fn members_lease_decides_while_the_hub_is_away() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn refused_lease_is_a_problem_until_it_is_taken() {
+async fn lease_in_unreachable_member_is_a_problem_until_taken() {
     let (hub, member) = (Arc::new(Server::default()), Arc::new(Server::default()));
     let election = start(&hub, "a");
     seconds(0.1).await;

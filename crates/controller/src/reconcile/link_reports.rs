@@ -10,7 +10,8 @@ use std::{
 
 use clustermesh_core::{links::BrokenTunnels, mesh::MeshId};
 
-/// The minimum time between two changes of the report of a mesh. An agent writes its status at most this often, too, and in large clusters less often.
+/// The minimum time between two changes of the report of a mesh. An agent writes its status at most this often, too, and in large
+/// clusters less often.
 const INTERVAL: Duration = Duration::from_secs(10);
 
 /// The last report of each mesh. A missing report counts as one without broken links that is at least [`INTERVAL`] old.

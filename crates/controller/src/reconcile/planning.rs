@@ -12,11 +12,11 @@ use clustermesh_core::{
     lanes::{self, Source},
     mesh::{ClusterIdentity, Mesh, MeshId},
     observe::{Member, Observation, Observations},
-    plan::{Anew, Naming, Plan, Settings},
+    plan::{Naming, NotFollowed, Plan, Settings},
     planner::{Planned, Planner, Steps},
 };
 
-/// All meshes are planned anew at least once in this time, so that a mistake in following would not last.
+/// All meshes are planned anew at least once in this time, so that an error in following changes would not last.
 const MAX_FOLLOWING: Duration = Duration::from_secs(60);
 
 /// The state of the planner between passes.
@@ -34,18 +34,22 @@ impl Planning {
         seen: &Arc<Observations>,
         settings: &Settings,
         naming: &dyn Naming,
-    ) -> (Arc<Plan>, Steps, Option<Anew>) {
+    ) -> (Arc<Plan>, Steps, Option<NotFollowed>) {
         if self.planned_anew.is_none_or(|at| at.elapsed() > MAX_FOLLOWING) {
             self.planner.forget();
         }
-        let Planned { plan, steps, anew } = self.planner.plan(meshes, seen, settings, naming);
-        if anew.is_some() {
+        let Planned {
+            plan,
+            steps,
+            not_followed,
+        } = self.planner.plan(meshes, seen, settings, naming);
+        if not_followed.is_some() {
             self.planned_anew = Some(Instant::now());
         }
         let steps = select_steps(&plan, seen, |identity, _| {
             steps.get(identity).cloned().unwrap_or_default()
         });
-        (plan, steps, anew)
+        (plan, steps, not_followed)
     }
 }
 

@@ -35,7 +35,7 @@ struct MeshClusters {
     /// The clusters that the spec had in the last pass.
     current: BTreeMap<ClusterIdentity, CurrentCluster>,
     removed: BTreeMap<ClusterIdentity, FormerCluster>,
-    /// Removed clusters in which objects were left behind, with their identity.
+    /// Removed clusters in which objects were left behind, as named by [`describe_cluster`].
     given_up: BTreeSet<String>,
 }
 
@@ -126,8 +126,9 @@ impl MeshClusters {
         let mut removed = BTreeMap::new();
         let status = object.status.as_ref();
         for row in status.into_iter().flat_map(|status| &status.clusters) {
-            // `update` compares clusters by their Secret. A row without one is of the local cluster, or an earlier version of the
-            // controller wrote it. So the row's name decides: if the spec has an entry with this name, the cluster was not removed.
+            // `update` compares clusters by their Secret. A row without a Secret does not identify its cluster: the cluster is
+            // the local one, or an earlier version of the controller wrote the row without its Secret. So the row's name
+            // decides: if the spec has an entry with this name, the cluster was not removed.
             let may_be_removed = row.kubeconfig_secret_ref.is_some() || !entries.contains(&row.name);
             // A row without `agents` is of a cluster whose Nodes were never read, so no object is left in it.
             if row.agents.is_some() && may_be_removed {

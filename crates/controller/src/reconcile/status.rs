@@ -255,8 +255,8 @@ impl Reconciler {
                 enforcement::GRACE,
                 Instant::now(),
             );
-            // Without Peers of this mesh, only the gateways of a member have tunnels of the mesh. Then a node with a bypass or without
-            // wg-agent is no problem.
+            // Without Peers of this mesh, only the gateways of a member have tunnels of the mesh. Then it is no problem if a node
+            // has no wg-agent, or if its packets bypass the PeerPolicies.
             let observed_peers = seen.and_then(|seen| seen.peers.as_ref());
             let is_of_mesh = |peer: &ObservedPeer| {
                 ownership::of(&peer.owner, &pass.plan.hub, &pass.plan.claimants) == Ownership::Mesh(id)

@@ -6,8 +6,8 @@ use tokio::time::Instant;
 
 use super::Reconciler;
 
-/// How long a new leader waits at most for new lists of ClusterMeshes, Nodes and Peers before it writes. If it then writes
-/// without one of these lists, it deletes nothing that would follow from the old one.
+/// How long a new leader waits at most for new lists of ClusterMeshes, Nodes and Peers before it writes. If one of these lists is
+/// still missing then, the leader plans with the old list and writes. An old list never causes a delete.
 const MAX_WAIT: Duration = Duration::from_secs(2);
 
 /// The last time that this replica became the leader.

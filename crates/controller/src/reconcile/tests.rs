@@ -139,7 +139,8 @@ async fn unresponsive_hub_delays_no_pass_and_no_gauge() {
     let client = kube::Client::new(silent, "ns");
     let changed = Changed::default();
     let meshes = mesh_feed(Arc::clone(&changed));
-    // `Absent` sets `Feed::has_answer`. Otherwise no pass would plan while the new leader waits for a new list.
+    // The first pass of the leader requires a new list, which makes the feed `Broken` until the list is complete. In this test
+    // no list is ever complete. With a broken feed, a pass plans only if `Feed::has_answer` is true; `Absent` makes it true.
     meshes.set_trust(Trust::Absent);
     for n in 0..5 {
         let secret = |entry: &str| serde_json::json!({"name": format!("{entry}-{n}")});
@@ -171,7 +172,7 @@ async fn unresponsive_hub_delays_no_pass_and_no_gauge() {
     let mut registry = prometheus_client::registry::Registry::default();
     metrics.register(&mut registry);
     let mut reconciler = Reconciler::new(hub, meshes, hub_writer, metrics, changed, SharedDebugView::default());
-    // A new leader waits for new lists.
+    // A new leader requires new lists. For up to 2 s (`takeover.rs`) it plans without writing and reporting.
     reconciler.pass().await;
     tokio::time::sleep(Duration::from_secs(3)).await;
     for _ in 0..3 {

@@ -23,9 +23,9 @@ use crate::{
 pub(crate) enum Credentials {
     /// The Secret was not read yet.
     Pending,
-    /// The credentials are missing or unusable. Contains the object, its field, and the remedy.
+    /// The credentials are missing or unusable. The text names the object, its field and the remedy.
     Missing(String),
-    /// The client, and when its credentials expire, if they say it.
+    /// The client, and when its credentials expire, if this is known.
     Ready(Client, Option<Expiry>),
 }
 

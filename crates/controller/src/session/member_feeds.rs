@@ -1,7 +1,8 @@
 //! The feeds of all kinds that are read from one member, and their conversion to the planner's [`Member`].
 //!
-//! The member's ServiceAccount must be allowed to list and watch nodes and peers. It should also be allowed to list and watch
-//! peerpolicies, sandboxaccesses, sandboxgateways, services, endpointslices and pods; [`MemberFeeds::trusts`] has the exception.
+//! The member's ServiceAccount must be allowed to list and watch nodes and peers. It needs the same rights for peerpolicies,
+//! sandboxaccesses, sandboxgateways, services, endpointslices and pods, unless it was made for the predecessor
+//! ([`MemberFeeds::trusts`]).
 
 use std::{
     collections::BTreeMap,
@@ -56,6 +57,7 @@ pub(crate) struct MemberFeeds {
     api_slices: Feed<Slice>,
     /// Feeds of single namespaces that exist only while a mesh needs them, for Services in grants and exported pods ([`Interest`]).
     on_demand: Arc<Mutex<OnDemandFeeds>>,
+    /// The Nodes and Peers of the last observation. The next observation converts only the changed ones.
     copies: Arc<Copies>,
     /// The identity of the member, for logs.
     member: String,
@@ -479,7 +481,7 @@ fn optional_trust<V: Clone + PartialEq>(feed: &Feed<V>) -> Trust {
     }
 }
 
-/// Whether a kind exists, and the ServiceAccount was at some time allowed to read it.
+/// Whether a kind exists and is not forbidden. A kind that was read once never becomes forbidden ([`Feed::is_forbidden`]).
 fn is_readable<V: Clone + PartialEq>(feed: &Feed<V>) -> bool {
     feed.trust() != Trust::Absent && !feed.is_forbidden()
 }

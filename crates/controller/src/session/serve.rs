@@ -40,7 +40,8 @@ pub(super) async fn serve(
     shared.feeds.read_again();
 
     let mut tasks = JoinSet::new();
-    // The leader takes the Lease while it reads the member. Otherwise the first write would wait for the Lease.
+    // A leader takes the Lease in the member while it reads the member's objects. Otherwise the first write would wait for
+    // this Lease.
     if let Some(fence) = fence.filter(|fence| fence.start_taking()) {
         let changed = Arc::clone(&shared.changed);
         tasks.spawn(async move {

@@ -26,7 +26,7 @@ struct Server {
     latency: Mutex<Duration>,
     /// Number of list requests that succeeded.
     lists: AtomicUsize,
-    /// Number of those for `services` in namespace `team`.
+    /// Number of list requests for `services` in namespace `team` that succeeded.
     team_lists: AtomicUsize,
     /// Number of requests for `/version`.
     probes: AtomicUsize,

@@ -35,7 +35,8 @@ pub(super) fn policy_fields(old: &PolicySpec, new: &PolicySpec) -> Vec<&'static 
             old.infrastructure_ports != new.infrastructure_ports,
         ),
         ("spec.anchored", old.anchored != new.anchored),
-        // A PeerPolicy is closed if its isolationProfile is not cluster-meshed. That of a quarantined member has `standard`.
+        // A PeerPolicy is closed if its isolationProfile is not cluster-meshed. The PeerPolicy of a quarantined member has
+        // `standard`.
         ("spec.isolationProfile", old.closed != new.closed),
     ])
 }

@@ -70,7 +70,7 @@ fn message(hub: &HubNamespaces, mesh: &Mesh) -> String {
 
 // threat: hub-rights-borrowed
 #[test]
-fn local_entry_needs_a_flag_or_without_flags_own_namespace() {
+fn flags_allow_local_entry_and_default_is_own_namespace() {
     let refusal = |flags: &[&str], namespace| reason(&hub(flags), &mesh(namespace, Profile::ClusterMeshed));
     assert_eq!(refusal(&[], "own"), None);
     assert_eq!(refusal(&[], "other"), Some("LocalNotAllowed"));

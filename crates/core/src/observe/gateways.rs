@@ -21,7 +21,7 @@ pub struct AccessSpec {
     pub sandbox: String,
     /// Distinguishes the importers of one hub (`sandboxID`).
     pub id: String,
-    /// A sandbox's accepted networks, or the WireGuard networks of another importer.
+    /// The accepted networks of a sandbox; for an importer that is not a sandbox, its WireGuard networks.
     pub networks: BTreeSet<IpNet>,
     /// The importer's nodes, by public key.
     pub nodes: BTreeMap<PublicKey, AccessNode>,

@@ -58,7 +58,7 @@ impl<T> Rows<T> {
         self.map.get(name).map(|row| &**row)
     }
 
-    /// The object with this name, and the name as the rows have it.
+    /// The object with this name, and its name, borrowed from these rows.
     #[must_use]
     pub fn get_key_value(&self, name: &str) -> Option<(&str, &T)> {
         self.map.get_full(name).map(|(name, row)| (&**name, &**row))

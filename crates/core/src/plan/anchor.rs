@@ -41,8 +41,8 @@ pub(super) fn find_reserved_overlap(cluster: &Cluster, net: IpNet) -> Option<IpN
 }
 
 /// Returns the anchored networks of a member: its anchoredNetworks. Without that field, they are the allowedNetworks that an earlier
-/// plan anchored, and those that contain no prefix of a Node. A Node without a Peer counts too, because kg removes its annotations
-/// for a few seconds when it restarts. `registry` = `None` if the member was never observed.
+/// plan anchored, and those that contain no prefix of a Node. A Node without a Peer counts too, because kg removes the Node's
+/// annotations for a few seconds when kg restarts. `registry` = `None` if the member was never observed.
 pub(super) fn anchored_networks(cluster: &Cluster, registry: Option<&NodeRegistry<'_>>) -> Vec<IpNet> {
     if let Some(anchored) = &cluster.anchored {
         return anchored
@@ -79,7 +79,8 @@ fn split(net: IpNet, anchor_count: u16) -> Vec<IpNet> {
 }
 
 /// Adds to the reports, for each anchored network, the nodes whose Peers contain a part of it. Removes the networks of which no Peer
-/// contains a part, unless an earlier plan anchored them: while no node of a member is registered, all its networks look anchored.
+/// contains a part, because all networks of a member look anchored while none of its nodes is registered. Networks that an
+/// earlier plan anchored stay.
 pub(super) fn report(mesh: &Mesh, planned: &mut MeshPlan, seen: &Observations) {
     let member = |identity| seen.members.get(identity).and_then(Observation::last);
     let mut parts: BTreeMap<&str, BTreeMap<IpNet, IpNet>> = BTreeMap::new();

@@ -128,8 +128,8 @@ pub(super) fn accept(meshes: &[&Mesh]) -> Accepted {
         }
     }
     // 2. New claims: each entry is accepted or refused as a whole. If a mesh has no accepted networks yet and loses
-    //    to another mesh, older or newer, all its entries are refused, so nothing is written for it. Networks that an entry gives up stay its own in this plan and become free
-    //    in the next one, so that a network never has two owners in one plan.
+    //    to another mesh, older or newer, all its entries are refused, so nothing is written for it. Networks that an entry
+    //    gives up stay its own in this plan and become free in the next one, so that a network never has two owners in one plan.
     let meshes_accepted_before: BTreeSet<MeshId> = previous.keys().map(|(mesh, _)| mesh.clone()).collect();
     let mut networks: BTreeMap<(MeshId, String), Vec<IpNet>> = BTreeMap::new();
     let mut kept_former = BTreeSet::new();

@@ -29,7 +29,7 @@ pub(super) fn resolve_conflicts(plan: &mut Plan, seen: &Observations) {
             *entries.entry(target::canonical_identity(identity)).or_default() += 1;
         }
     }
-    // The plan of one target has no conflicts.
+    // A cluster that is the target of only one entry has no conflicts.
     for cluster in entries
         .into_iter()
         .filter_map(|(cluster, count)| (count > 1).then_some(cluster))

@@ -240,10 +240,10 @@ impl EndpointContext<'_> {
     }
 }
 
-/// Chooses the endpoints of a gateway for the nodes of `importer`, best first. `exporter` is the gateway's cluster, whose entry is
-/// `context.source`, and `member` its state. An address inside the exporter's accepted networks or [`OwnPods`] is usable only if a node of
-/// the exporter has it, or if it is inside endpointNetworks of the importer: then the importer's nodes are themselves inside the exporter's
-/// networks.
+/// Chooses the endpoints of a gateway for the nodes of `importer`, best first. `exporter` is the gateway's cluster. Its entry is
+/// `context.source`, and `member` contains its observed objects. An address inside the exporter's accepted networks or
+/// [`OwnPods`] is usable in two cases: a node of the exporter has the address, or endpointNetworks of the importer contain it.
+/// The second case means that the importer's nodes are themselves inside the exporter's networks.
 pub(super) fn choose_for_gateway(
     endpoints: &[SocketAddr],
     importer: &Cluster,
@@ -340,7 +340,7 @@ pub(super) fn choose(node: &Node, context: &EndpointContext<'_>) -> Result<Candi
     addresses.extend(seen_at(context.discovered));
     addresses.extend(node.internal_ips.iter().map(|ip| SocketAddr::new(*ip, port)));
     addresses[explicit_count..].sort_by_key(|address| context.target_families.rank(address.ip().to_canonical()));
-    // After all others whatever their family is, because these reports may be false.
+    // Endpoints that other members report come last, whatever family they have, because the reports may be false.
     addresses.extend(context.discovered_by_others.map(seen_at).into_iter().flatten());
 
     let mut kept = 0;

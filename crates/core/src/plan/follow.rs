@@ -32,7 +32,7 @@ use changes::MemberChanges;
 type MeshChanges<'a> = BTreeMap<&'a str, MemberChanges<'a>>;
 
 /// Why a change is not followed, so that all meshes are planned anew.
-pub type Anew = &'static str;
+pub type NotFollowed = &'static str;
 
 /// Peers by member and name.
 pub(crate) type PeerNames = BTreeMap<ClusterIdentity, BTreeSet<String>>;
@@ -51,11 +51,11 @@ struct Last {
     seen: Arc<Observations>,
     accepted: claims::Accepted,
     plan: Arc<Plan>,
-    kept: BTreeMap<MeshId, Result<Kept, Anew>>,
+    kept: BTreeMap<MeshId, Result<Kept, NotFollowed>>,
 }
 
-/// What following a change needs of the last plan of a mesh, in addition to the plan. A mesh whose changes cannot be followed has the
-/// reason instead. A followed change changes only [`KeptTarget::unmatched`].
+/// The data of one mesh that is needed, in addition to its last plan, to follow a change. A mesh whose changes cannot be followed
+/// has the reason instead. When a change is followed, only [`KeptTarget::unmatched`] is updated in this value.
 #[derive(Debug)]
 pub(super) struct Kept {
     /// By entry name.
@@ -96,7 +96,7 @@ impl Follower {
         seen: &Arc<Observations>,
         settings: &Settings,
         naming: &dyn Naming,
-    ) -> (Arc<Plan>, Result<PeerNames, Anew>) {
+    ) -> (Arc<Plan>, Result<PeerNames, NotFollowed>) {
         let why = match &mut self.last {
             None => "there is no earlier plan",
             Some(last) => match last.follow(meshes, seen, settings, naming) {
@@ -131,7 +131,7 @@ impl Last {
         seen: &Arc<Observations>,
         settings: &Settings,
         naming: &dyn Naming,
-    ) -> Result<PeerNames, Anew> {
+    ) -> Result<PeerNames, NotFollowed> {
         if self.meshes != meshes || self.settings != *settings {
             return Err("the ClusterMeshes or the settings changed");
         }
@@ -231,7 +231,7 @@ impl Kept {
         planned: &MeshPlan,
         targets: BTreeMap<String, KeptTarget>,
         has_shared_claims: bool,
-    ) -> Result<Self, Anew> {
+    ) -> Result<Self, NotFollowed> {
         let PreparedMesh {
             mesh_members,
             registries,
@@ -244,7 +244,7 @@ impl Kept {
         };
         let members = || mesh_members.values();
         let is_masqueraded = |member: &MeshMember<'_>| is_masqueraded(&member.traits);
-        let conditions: [(bool, Anew); 10] = [
+        let conditions: [(bool, NotFollowed); 10] = [
             (planned.paused, "the mesh is paused"),
             (
                 members().any(|member| is_shared(&member.cluster.identity)),
@@ -276,7 +276,7 @@ impl Kept {
                 "a member is masqueraded, and one is quarantined",
             ),
             (
-                // Also if a node is held, or a member connects its locations or reaches Services through gateways.
+                // This is also true if a node is held, or a member connects its locations or reaches Services through gateways.
                 has_shared_claims,
                 "Peers in one target may claim the same key, prefix or name",
             ),

@@ -30,7 +30,8 @@ use crate::{
 const MAX_HOST_BITS: u8 = 8;
 
 /// Removes the networks of gateways from `allowed` of a cluster-meshed entry: small networks that contain an address of a gateway and
-/// none of a Node. Members that use gateways have Peers for them. Other cluster-meshed members must not have a route to them.
+/// none of a Node. Members that use gateways have Peers for the gateways. Other cluster-meshed members must not have a
+/// route to these networks.
 pub(super) fn remove_gateway_networks(cluster: &mut Cluster, member: &Member) {
     if cluster.profile != Profile::ClusterMeshed {
         return;

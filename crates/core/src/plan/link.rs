@@ -66,7 +66,8 @@ pub fn decide_by_entries(target: &Cluster, source: &Cluster) -> Result<Link, Not
 /// Why the two members are not connected.
 pub(super) fn decide(target: &MeshMember<'_>, source: &MeshMember<'_>) -> Result<Link, NotConnected> {
     let decided = decide_by_entries(&target.cluster, &source.cluster);
-    // Only these two answers depend on the networks: neither member is standard, so one that cannot connect has no accepted network.
+    // Only in these two cases do the networks matter. Neither member is standard then, so a member with `can_connect` false has
+    // no accepted network.
     if matches!(decided, Ok(_) | Err(NotConnected::NoGrant(_))) {
         let cannot_connect = [source, target].into_iter().find(|member| !member.can_connect);
         if let Some(member) = cannot_connect {

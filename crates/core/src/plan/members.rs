@@ -79,8 +79,8 @@ impl<'a> MeshMembers<'a> {
 }
 
 impl<'m> MemberView<'m> {
-    /// The entry, with the profile and quarantine that apply. `allowed` has only the accepted networks. It does not have the networks
-    /// of the member's gateways, because cluster-meshed members do not use them.
+    /// The entry, with the profile and quarantine that apply. `allowed` has only the accepted networks, without those of
+    /// the member's gateways, because other members send to a gateway only by the gateway's own Peer.
     #[must_use]
     pub fn cluster(&self) -> &'m Cluster {
         &self.member.cluster

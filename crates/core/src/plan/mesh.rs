@@ -9,8 +9,8 @@ use std::{
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 
 use super::{
-    Anew, ClusterReport, Fact, MeshPlan, Naming, Reason, Settings, Skipped, TargetPlan, anchor, claims, discovered,
-    endpoint, follow::Kept, gateways, link, networks_in_use, nodes, target,
+    ClusterReport, Fact, MeshPlan, Naming, NotFollowed, Reason, Settings, Skipped, TargetPlan, anchor, claims,
+    discovered, endpoint, follow::Kept, gateways, link, networks_in_use, nodes, target,
 };
 use crate::{
     key::PublicKey,
@@ -46,7 +46,7 @@ pub(super) struct PreparedMesh<'a> {
 }
 
 impl<'a, 'p> MeshPlanner<'a, 'p> {
-    pub(super) fn plan(&self) -> (MeshPlan, Result<Kept, Anew>) {
+    pub(super) fn plan(&self) -> (MeshPlan, Result<Kept, NotFollowed>) {
         let mesh = self.mesh;
         let mut planned = MeshPlan {
             paused: mesh.paused,
@@ -352,11 +352,11 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
         mesh_members: &BTreeMap<String, target::MeshMember<'_>>,
         registries: &mut BTreeMap<String, nodes::NodeRegistry<'_>>,
     ) {
-        let is_observed =
+        let has_known_keys =
             |name: &String, member: &target::MeshMember<'_>| !member.can_connect || registries.contains_key(name);
         let mut keys = HashSet::new();
         let mut registered = registries.values().flat_map(|registry| &registry.registered);
-        if mesh_members.iter().all(|(name, member)| is_observed(name, member))
+        if mesh_members.iter().all(|(name, member)| has_known_keys(name, member))
             && registered.all(|node| keys.insert(node.key))
         {
             return;
@@ -457,9 +457,10 @@ fn is_trusted(mesh_member: &target::MeshMember<'_>) -> bool {
     mesh_member.cluster.profile == Profile::ClusterMeshed
 }
 
-/// Guesses whether an entry whose changed networks are refused was routed before the change. With a shared pod network it was. Otherwise
-/// it was if its former networks, which it keeps, contain a podCIDR of its oldest Node that has one. A newer Node does not matter, so that
-/// it changes nothing. If a masqueraded entry were planned as routed, its Nodes would lose their Peers.
+/// Guesses whether an entry whose changed networks are refused was routed before the change. An entry with a shared pod network
+/// was routed. Another entry was routed if its former networks, which it keeps, contain a podCIDR of the oldest Node that has a
+/// podCIDR. Newer Nodes are ignored: a Node that joins must not change the guess. If a masqueraded entry were planned as routed,
+/// its Nodes would lose their Peers.
 fn was_routed(cluster: &Cluster, member: &Member) -> bool {
     let with_pods = member
         .nodes

@@ -37,7 +37,7 @@ pub(super) fn is_claimable(cluster: &Cluster, net: IpNet) -> bool {
     cluster.allows(net) && anchor::find_reserved_overlap(cluster, net).is_none()
 }
 
-/// The prefixes that a Node claims or has.
+/// The prefixes that a Node claims (WireGuard address, pod CIDRs, location IPs), and the addresses that it publishes.
 pub(super) fn owned_prefixes(cluster: &Cluster, node: &Node) -> impl Iterator<Item = IpNet> {
     let routed = cluster.effective_addressing() == Addressing::Routed;
     let has_pods = routed && cluster.pod_network == PodNetwork::PerNode;
@@ -170,7 +170,8 @@ impl<'a> RegistryBuilder<'a, '_> {
         }
     }
 
-    /// All prefixes that some Node claims or has, so that the networks of a Node that is invalid for a moment are not anchored.
+    /// The [`owned_prefixes`] of all Nodes, even of a Node that is invalid for a moment. Without anchoredNetworks, a network that
+    /// contains one of these prefixes is not newly anchored.
     ///
     /// This includes the addresses of every Node. If another node's Peer contained one of them, kg would route the outer packets
     /// for that Node into the tunnel. Addresses of exported pods are not included, because they lie in the shared network that
@@ -436,7 +437,8 @@ impl<'a> RegistryBuilder<'a, '_> {
     }
 
     /// Whether `net`, the address of an exported pod, may be published. If the entry sets `anchoredNetworks`, this is [`is_claimable`].
-    /// Otherwise `net` may also lie inside a network that the planner anchored by default, because the entry selects the exported pods.
+    /// Otherwise `net` may also lie inside an anchored network, because the planner anchors the whole shared pod network by
+    /// default.
     fn is_exportable(&self, net: IpNet) -> bool {
         self.cluster.allows(net) && (self.cluster.anchored.is_none() || self.is_claimable(net))
     }

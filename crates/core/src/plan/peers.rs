@@ -50,13 +50,14 @@ pub(super) struct PeerPlanner<'a, 'p> {
     /// Names of planned Peers. Empty without [`Self::has_shared_claims`].
     taken_names: BTreeSet<String>,
     /// Whether two planned Peers may have the same key, prefix or name, so that the planner has to compare them. Registered nodes have
-    /// different keys, and the prefixes of different clusters are disjoint (rule 10). So only Peers of own nodes, gateways, held nodes and
-    /// of two entries that are the same cluster can collide.
+    /// different keys, and the prefixes of different clusters are disjoint (rule 10). So only these Peers can collide: those of
+    /// gateways, of held nodes, of two entries that are the same cluster, and of the target's own nodes, if it connects its
+    /// locations.
     has_shared_claims: bool,
     /// Names of this hub's existing Peers that lost their mesh label and that this mesh adopts, by key.
     readopted: HashMap<PublicKey, String>,
-    /// For each first endpoint of a Peer of the source that is being added: the node that was planned with this endpoint before all
-    /// others.
+    /// The first endpoint of each Peer that was added for the current source, with its node. If several nodes have the same one,
+    /// the node that was added first.
     endpoints: HashMap<SocketAddr, &'a str>,
     own_pods: OwnPods,
     /// The planned Peers, in no order.
@@ -67,7 +68,7 @@ pub(super) struct PeerPlanner<'a, 'p> {
     nodes_without_internal_ip: BTreeMap<String, BTreeSet<String>>,
     /// The result of [`runs_kg`] for the target.
     runs_kg: bool,
-    /// [`super::target::KeptTarget::unsettled`].
+    /// The sources whose anchors may still change ([`super::target::KeptTarget::unsettled`]).
     unsettled: BTreeSet<String>,
     /// Names of planned Peers that the naming rule does not give.
     unmatched: BTreeSet<String>,
@@ -148,7 +149,8 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         });
     }
 
-    /// The networks of the target in which endpoints of a source's nodes must not lie. The target's own nodes may have endpoints in them.
+    /// The networks of the target in which endpoints of a source's nodes must not lie. Only the target's own nodes may have
+    /// endpoints in them.
     fn forbidden_networks(&self, source: &str) -> &'p [IpNet] {
         if source == self.name {
             &[]
@@ -235,11 +237,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
                     .or_default()
                     .insert(node.node.to_owned());
                 left_out.push(*prefix);
-            } else if let Some(owner) = self
-                .taken_prefixes
-                .get(prefix)
-                .filter(|_| !self.taken_prefixes.is_empty())
-            {
+            } else if let Some(owner) = self.taken_prefixes.get(prefix) {
                 let message = format!(
                     "{prefix} of Node {} is kept by {owner} in cluster {:?}{}",
                     node.node,

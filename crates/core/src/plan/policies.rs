@@ -64,7 +64,8 @@ impl<'a> MeshInputs<'a> {
                     sources.extend(known.sources.iter().filter(is_allowed));
                 }
             }
-            // The target's own pods keep their networks. Only a routed source has pod networks that may overlap these.
+            // The networks of a routed source include its pod networks, which may overlap the target's own podCIDRs. Leave out
+            // each network that does, unless it contains a WireGuard address of the source. Other sources list no pod networks.
             if mesh_member.cluster.effective_addressing() == Addressing::Routed {
                 let is_kept = |net: &IpNet| !own_pods.overlaps(*net) || mesh_member.has_wireguard_address_in(*net);
                 networks.retain(is_kept);

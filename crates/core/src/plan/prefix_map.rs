@@ -1,4 +1,4 @@
-//! A map of networks that finds the networks around another one, and those inside it.
+//! A map with networks as keys. For a given network, finds the smallest network that contains it, and all networks inside it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -26,7 +26,7 @@ impl<V> PrefixMap<V> {
         self.networks.is_empty()
     }
 
-    /// The longest network that equals or contains `net`.
+    /// The network with the longest prefix that equals or contains `net`.
     pub(super) fn find_containing(&self, net: IpNet) -> Option<(IpNet, &V)> {
         let lengths = self.lengths.range(..=net.prefix_len()).rev();
         lengths.into_iter().find_map(|length| {

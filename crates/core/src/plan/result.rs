@@ -90,7 +90,7 @@ pub enum Fact {
         /// Names the mesh that quarantines the member.
         message: String,
     },
-    /// The observation of a member is not fresh. Nothing is deleted because of missing data.
+    /// The observation of a member is not fresh. Data that is missing in the observation is no reason to delete an object.
     MemberNotFresh {
         /// Entry of this mesh.
         cluster: String,
@@ -152,8 +152,8 @@ pub enum Fact {
         /// Names the prefix, and the node or Peer that keeps it, or the endpoint and both nodes.
         message: String,
     },
-    /// Registered nodes publish an address that can never be an endpoint, or a location IP outside the networks of their entry. Their
-    /// Peers leave it out.
+    /// Registered nodes publish an address that can never be an endpoint, or have a network in their annotation
+    /// `kilo.squat.ai/allowed-location-ips` that is outside the networks of their entry. Their Peers leave it out.
     AddressLeftOut {
         /// Entry of this mesh.
         cluster: String,

@@ -161,8 +161,8 @@ pub(super) struct Resolved {
 /// Resolves a grant against the observed state of the exporting member.
 ///
 /// Endpoints of an IP family in which the importer has no network are left out, because its nodes have no source address for them.
-/// A message reports this only without gateways, and only if no endpoint remains: the same pods usually have endpoints of the other
-/// family.
+/// If gateways serve the grant, no message reports this. Otherwise a message reports it only if no endpoint remains, because the
+/// same pods usually have endpoints of the other family.
 ///
 /// # Errors
 /// Why the grant cannot be mirrored, and the remedy.

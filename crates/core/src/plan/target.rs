@@ -30,7 +30,7 @@ pub(super) struct MeshMember<'a> {
     pub(super) observed: Option<&'a Observation<Member>>,
 }
 
-/// What the plans of all targets use of a member as a whole. A changed Node seldom changes it.
+/// The properties of a member as a whole that the plans of all targets use. A changed Node seldom changes them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct MemberTraits {
     /// The entry, with the profile and quarantine that apply. `cluster.allowed` contains the accepted networks without those of
@@ -194,15 +194,16 @@ pub(super) struct TargetOutcome {
     pub(super) has_shared_claims: bool,
 }
 
-/// What following a change needs of a target, in addition to its plan.
+/// The data of a target, in addition to its plan, that the planner needs to follow a change.
 #[derive(Debug, Default)]
 pub(super) struct KeptTarget {
-    /// Sources of which an anchored network is not yet in an existing Peer of a node that can stay its anchor.
+    /// Sources whose anchors may still change: one of the source's anchored networks is not yet in the existing Peer of a node
+    /// that can be the anchor, or another Peer has this network.
     pub(super) unsettled: BTreeSet<String>,
     /// Names of existing Peers that do not belong to the mesh, or have no valid spec.
     pub(super) foreign: BTreeSet<String>,
-    /// Names of the other existing Peers whose name, source or key is not that of a planned Peer, and of planned Peers that have not the
-    /// name that the naming rule gives them. Usually they were not deleted or updated yet.
+    /// Names of existing Peers, except those in `foreign`, for which no planned Peer has the same name, source and key. Usually
+    /// they were not deleted or updated yet. Also names of planned Peers that differ from the naming rule's name without a hash.
     pub(super) unmatched: BTreeSet<String>,
     /// Some Peer of this hub has no mesh label, or an unmatched Peer has the key of a planned one.
     pub(super) is_entangled: bool,

@@ -18,7 +18,7 @@ pub struct Cause {
     pub reason: &'static str,
     /// The member that has the problem, by entry name. `None` = the whole mesh.
     pub cluster: Option<String>,
-    /// Of tunnels that are down: the member to which they lead.
+    /// If tunnels are down: the member to which these tunnels lead. Otherwise `None`.
     pub to: Option<String>,
     /// What is wrong, and what to do.
     pub message: String,

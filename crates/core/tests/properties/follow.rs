@@ -11,7 +11,7 @@ use clustermesh_core::{
     key::PublicKey,
     mesh::{Addressing, Locations, Mesh, Profile},
     observe::{Claim, Endpoint, Member, Node, Observation, Observations, ObservedPeer, Owner, Rows, Server},
-    plan::{Anew, Plan, Settings, plan},
+    plan::{NotFollowed, Plan, Settings, plan},
     planner::{Planner, Steps},
 };
 use clustermesh_scenarios::{Scenario, TestNaming, after_writes, identity, ip, node, scenario};
@@ -30,7 +30,7 @@ enum Change {
     Field(usize, usize, Field),
     /// A Node is deleted.
     NodeGone(usize, usize),
-    /// The steps of a member whose position has a bit in the mask are written.
+    /// Of the planned steps for a member, those whose position (modulo 8) has its bit set in the mask are written.
     Written(usize, u8),
     /// An existing Peer is changed, deleted or added by someone else.
     Peer(usize, usize, PeerEdit),
@@ -165,7 +165,7 @@ fn changes() -> impl Strategy<Value = Vec<Vec<Change>>> {
     collection::vec(collection::vec(change(), 1..3), 1..12)
 }
 
-/// Scenarios of one mesh without anything that prevents following, in which plans were written.
+/// Scenarios of one mesh without anything that prevents following. The members already contain the planned objects.
 fn plain() -> impl Strategy<Value = Scenario> {
     let only_agents = prop::bool::weighted(0.7);
     let routed = prop::bool::weighted(0.8);
@@ -376,7 +376,7 @@ fn all_steps(plan: &Plan, seen: &Observations) -> Steps {
 }
 
 /// Plans after each group of changes. Returns for each group whether it was followed, and else why not.
-fn follow(scenario: &Scenario, changes: &[Vec<Change>]) -> Result<Vec<Option<Anew>>, TestCaseError> {
+fn follow(scenario: &Scenario, changes: &[Vec<Change>]) -> Result<Vec<Option<NotFollowed>>, TestCaseError> {
     let (settings, mut planner) = (Settings::default(), Planner::default());
     let mut meshes = scenario.meshes.clone();
     let mut seen = Arc::new(scenario.seen.clone());
@@ -393,7 +393,7 @@ fn follow(scenario: &Scenario, changes: &[Vec<Change>]) -> Result<Vec<Option<Ane
         let anew = plan(&meshes, &seen, &settings, &TestNaming);
         prop_assert_eq!(&*planned.plan, &anew);
         prop_assert_eq!(planned.steps, &all_steps(&anew, &seen));
-        outcomes.push(planned.anew);
+        outcomes.push(planned.not_followed);
         last = planned.plan;
     }
     Ok(outcomes)
@@ -417,7 +417,7 @@ proptest! {
 #[test]
 fn changes_of_plain_meshes_are_often_followed() {
     let mut runner = TestRunner::deterministic();
-    let mut counts: BTreeMap<Option<Anew>, usize> = BTreeMap::new();
+    let mut counts: BTreeMap<Option<NotFollowed>, usize> = BTreeMap::new();
     for _ in 0..200 {
         let scenario = plain().new_tree(&mut runner).unwrap().current();
         let changes = changes().new_tree(&mut runner).unwrap().current();

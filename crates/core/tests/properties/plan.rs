@@ -181,7 +181,7 @@ proptest! {
         bad.held_for = Some(Duration::from_secs(600));
         bad.granularity = Some(Granularity::Full);
         bad.location = "elsewhere".into();
-        // An active kg ends the tunnels between the locations of its cluster.
+        // If kg were active on this Node, no Peers between the locations of the Node's cluster would be planned.
         bad.silent = true;
         bad.discovered.clear();
         bad.persistent_keepalive = 0;
@@ -245,11 +245,11 @@ proptest! {
         // If all meshes have `Some` with the same value, the bad Node gets that value. Else (the values differ, or a mesh has `None`)
         // the bad Node gets no key, so it has no tunnel and changes no value. The planner also checks whether wg-agent serves any Node,
         // with or without a tunnel: if none, it assumes kg. So a bad Node without a key is served by wg-agent only if another Node is.
-        let is_bad_agent = value_of_all.unwrap_or_else(|| {
+        let bad_node_has_agent = value_of_all.unwrap_or_else(|| {
             bad.public_key = Claim::Absent;
             member.nodes.values().any(is_agent)
         });
-        bad.server = if is_bad_agent { Server::Agent } else { Server::Kilo };
+        bad.server = if bad_node_has_agent { Server::Agent } else { Server::Kilo };
         member.nodes.insert("zz-bad".into(), bad);
         let after = planned(&worse);
         // Paused meshes are not compared: `after_writes` adds none of their anchored networks to the status, so the bad Node may end the
@@ -260,8 +260,8 @@ proptest! {
                 let mut expected = target_plan.peers.clone();
                 let mut after = after.clone();
                 if how == 2 {
-                    // A node that has Peers in its own cluster may keep them: not every profile checks the endpoint that makes it bad.
-                    // So Peers of the target's own nodes are not compared.
+                    // In a sandbox, the endpoint annotations of nodes are not checked, so the bad Node of case 2 is registered.
+                    // Therefore the Peers of the target's own nodes are not compared.
                     for peers in [&mut expected, &mut after] {
                         peers.retain(|_, peer| peer.source != *target);
                     }

@@ -60,7 +60,8 @@ pub(crate) fn plan_without(mesh: &MeshPlan, sandbox: &str) -> Vec<String> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 512, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// The accepted addresses are those of nodes in SandboxAccesses. PeerPolicies for a sandbox are closed.
+    /// The addresses of nodes in SandboxAccesses are inside the accepted networks of their member. PeerPolicies for a sandbox are
+    /// closed.
     // threat: sandbox-forged-networks
     #[test]
     fn target_has_no_sandbox_peer_and_only_accepted_addresses(

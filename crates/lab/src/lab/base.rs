@@ -91,8 +91,8 @@ impl Cluster<'_> {
     }
 }
 
-/// Names of the nodes to whose pods `node` has routes through flannel's device. Its own name is one if flanneld has given the device
-/// its address, the first of the node's pod range.
+/// Names of the nodes to whose pods `node` has routes through flannel's device. The name of `node` itself is included if
+/// flanneld has given the device its address, the first address of the node's pod range.
 async fn flannel_routes(node: &super::Node<'_>, nodes: &[core::Node]) -> std::result::Result<Vec<String>, String> {
     // Fails if the device does not exist yet.
     let words = ["ip", "-j", "route", "show", "table", "all", "dev", FLANNEL_DEVICE];

@@ -262,9 +262,9 @@ spec:
         Ok(())
     }
 
-    /// Makes the nodes of a cluster that run now masquerade packets from workers in pods to addresses outside the cluster's pod range,
-    /// such as those of the nodes, as many CNIs do with all pods; or stops it. WireGuard's flows change with their next packet, other
-    /// open connections keep their source.
+    /// Turns masquerading on or off for packets from workers in pods to addresses outside the pod range of the host cluster, such
+    /// as those of its nodes. Many CNIs do the same for all pods. Affects only nodes of the host cluster that run now.
+    /// WireGuard's flows change with their next packet, other open connections keep their source.
     ///
     /// # Errors
     /// When a program fails.

@@ -144,8 +144,9 @@ fn overlay_mac(address: Ipv4Addr) -> String {
     format!("0e:00:{a:02x}:{b:02x}:{c:02x}:{d:02x}")
 }
 
-/// Masquerades packets from pods of this node to destinations outside the cluster's pod range. Workers of other clusters that are pods on
-/// this node have addresses outside `range`, so their packets keep their source.
+/// Masquerades packets from `range`, this node's part of the cluster's pod range, to destinations outside the cluster's range.
+/// A worker of another cluster that is a pod on this node has an address in a part that belongs to no node, so its packets
+/// keep their source.
 fn masquerade(settings: &Settings, range: IpNet) -> Result<()> {
     let Some(all) = settings.pod_cidrs.iter().find(|all| all.contains(&range)) else {
         return Ok(());

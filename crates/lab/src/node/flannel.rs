@@ -11,7 +11,7 @@ use serde_json::json;
 use super::services::wait_for_file;
 use super::{Settings, config};
 
-/// The CNI configuration. flannel's manifest has a newer CNI version, which the plugin's version does not support.
+/// The CNI configuration. Its `cniVersion` is older than in flannel's manifest: the lab's plugin is too old for the newer one.
 const CONFLIST: &str = r#"{"name": "cbr0", "cniVersion": "0.3.1", "plugins": [
   {"type": "flannel", "delegate": {"hairpinMode": true, "isDefaultGateway": true}},
   {"type": "portmap", "capabilities": {"portMappings": true}}]}
@@ -29,8 +29,8 @@ pub(super) fn write_configuration(settings: &Settings) -> Result<()> {
     Ok(())
 }
 
-/// Writes the CNI configuration, which makes the Node Ready, when flanneld has set up the node. With an earlier configuration, kubelet would
-/// start pods that the plugin refuses, and would try again up to 15 s later.
+/// Waits until flanneld has set up the node, then writes the CNI configuration, which makes the Node Ready. If the configuration
+/// were written before that, kubelet would start pods that the plugin refuses, and would try again up to 15 s later.
 pub(super) fn enable_plugin() -> Result<()> {
     wait_for_file(Path::new("/run/flannel/subnet.env"), Duration::from_secs(180))?;
     // containerd must not read a partial file.

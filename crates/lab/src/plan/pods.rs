@@ -11,23 +11,23 @@ const UNDERLAY_MTU: u16 = 1500;
 pub(crate) const VXLAN_OVERHEAD: u16 = 50;
 
 impl LabPlan {
-    /// Makes the nodes of `cluster` workers in the pod network of the cluster `of`: on the nodes of `of` with the numbers
-    /// `nodes` (see [`NodeNetwork::Pods`]). Where `i` is the index of `cluster` in the plan, its workers get the subnet number
-    /// 200 + `i` of the pod range of `of`, and its API server also gets a ClusterIP there: number 100 + `i` of the Service range.
+    /// Makes the nodes of `cluster` workers: pods of the cluster `host`, on its nodes with the numbers `nodes` (see
+    /// [`NodeNetwork::Pods`]). Where `i` is the index of `cluster` in the plan, its workers get the subnet number 200 + `i` of
+    /// the host's pod range, and its API server also gets a ClusterIP in the host: number 100 + `i` of the Service range.
     /// The cluster's own pod network becomes a VXLAN, because two workers may be on two links.
     ///
     /// # Panics
     /// When one of the clusters is not in the plan.
     #[must_use]
-    pub fn with_workers_in_pods(mut self, cluster: &str, of: &str, nodes: &[u8]) -> Self {
+    pub fn with_workers_in_pods(mut self, cluster: &str, host: &str, nodes: &[u8]) -> Self {
         let position = |name: &str| self.clusters.iter().position(|one| one.name == name);
-        let (Some(guest), Some(host)) = (position(cluster), position(of)) else {
-            panic!("the plan has no cluster {cluster:?} or no {of:?}");
+        let (Some(guest), Some(host_index)) = (position(cluster), position(host)) else {
+            panic!("the plan has no cluster {cluster:?} or no {host:?}");
         };
         let number = u32::try_from(guest).unwrap_or_default();
-        let api = nth(self.clusters[host].service_cidr, 100 + number);
-        let range = Ipv4Net::new_assert(nth(self.clusters[host].pod_cidr, (200 + number) * 256), 24);
-        let (of, nodes) = (of.to_owned(), nodes.to_vec());
+        let api = nth(self.clusters[host_index].service_cidr, 100 + number);
+        let range = Ipv4Net::new_assert(nth(self.clusters[host_index].pod_cidr, (200 + number) * 256), 24);
+        let (of, nodes) = (host.to_owned(), nodes.to_vec());
         self.clusters[guest].node_network = NodeNetwork::Pods { of, nodes, range, api };
         self.clusters[guest].pod_network = PodNetwork::Vxlan;
         self

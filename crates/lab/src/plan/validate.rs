@@ -40,11 +40,14 @@ impl LabPlan {
             if cluster.pod_network != PodNetwork::HostGateway && cluster.v6.is_some() {
                 return Err(Error::Other(format!("{name}: the lab's VXLANs carry IPv4 only")));
             }
-            let can_forward = |n: &u8| (1..=cluster.nodes).contains(n) && cluster.node(*n).uplink == Uplink::Underlay;
+            // The node `api_node` forwards connections to the API server, so it must exist and be on the underlay. In a cluster
+            // without controllers there are no pods that could use it.
+            let is_on_underlay =
+                |n: &u8| (1..=cluster.nodes).contains(n) && cluster.node(*n).uplink == Uplink::Underlay;
             let is_in_pods = matches!(cluster.node_network, NodeNetwork::Pods { .. });
             if let Some(n) = cluster
                 .api_node
-                .filter(|n| is_in_pods || !cluster.controllers || !can_forward(n))
+                .filter(|n| is_in_pods || !cluster.controllers || !is_on_underlay(n))
             {
                 return Err(Error::Other(format!(
                     "{name}: its API server cannot have the address of node {n}, which is not on the underlay"

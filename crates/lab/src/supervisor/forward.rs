@@ -1,4 +1,5 @@
-//! Forwards TCP connections: from a port of the host's loopback address into a network namespace, or from an address of a node.
+//! Forwards TCP connections to another address: from a port of the host's loopback address into a network namespace
+//! ([`start`]), or from an address of a node ([`serve`]).
 
 use std::net::{Ipv4Addr, SocketAddr};
 

@@ -22,7 +22,7 @@ pub enum ArtefactSet {
     WireguardGo,
     /// flanneld.
     Flannel,
-    /// The CNI plugin `flannel`. It needs another version of a module that flanneld needs.
+    /// The CNI plugin `flannel`. It has its own set, because it and flanneld need different versions of one module.
     FlannelPlugin,
     /// clusterctl of Cluster API.
     Clusterctl,

@@ -60,7 +60,7 @@ async fn api_server_recovers_after_kill_and_after_freeze() {
     let before = cluster.kubeconfig().unwrap();
     cluster.kubectl(["create", "namespace", "kept"]).await.unwrap();
     cluster.kill_api().unwrap();
-    // kubectl would retry for 50 s when the forwarded port closes the connection, so this request does not use it.
+    // kubectl would retry for 50 s when the forwarded port closes the connection, so this request does not use kubectl.
     assert!(cluster.client().await.unwrap().apiserver_version().await.is_err());
     cluster.start_api().await.unwrap();
     assert_eq!(

@@ -7,9 +7,9 @@ use clustermesh_lab::{Lab, LabPlan, NatKind, Node};
 const PORT: u16 = 51820;
 const INITIAL_KIND: NatKind = NatKind::EndpointIndependent { first_port: 40001 };
 
-/// Sends datagrams from port [`PORT`] of a host to each of these sockets, for two seconds. The text of each is `51820`. Returns sender and
-/// text of the datagrams that the host receives, equal ones once. An echo server puts the endpoint at which it sees the host in front
-/// of the text.
+/// Sends datagrams from port [`PORT`] of a host to each of these sockets, for two seconds. The text of each datagram is `51820`.
+/// Returns sender and text of the datagrams that the host receives, without duplicates. An echo server puts the endpoint at which
+/// it sees the host in front of the text.
 async fn exchange(from: &Node<'_>, to: &[SocketAddr]) -> Vec<(SocketAddr, String)> {
     let mut words = [env!("CARGO_BIN_EXE_lab-probe"), "udp-talk", "51820", "2"]
         .map(str::to_owned)

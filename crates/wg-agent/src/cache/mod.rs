@@ -30,9 +30,9 @@ mod format;
 
 pub use file::{LoadedCache, load, remove};
 
-/// The minimum time between two writes if `saved` changed: the objects of a new mesh arrive in many small changes.
+/// The minimum time between two writes if the saved objects changed: the objects of a new mesh arrive in many small changes.
 const WRITE_INTERVAL: Duration = Duration::from_secs(1);
-/// The minimum time between two writes if `saved` did not change: some peers roam all the time, and change their endpoints.
+/// The minimum time between two writes if the saved objects did not change: some peers roam all the time.
 const ENDPOINT_WRITE_INTERVAL: Duration = Duration::from_secs(10);
 /// The time after which a failed write is tried again; a change of the content causes an earlier try.
 const RETRY_DELAY: Duration = Duration::from_secs(10);

@@ -269,7 +269,7 @@ fn cache_open_to_others_or_behind_a_symlink_is_not_used() {
     assert!(problem.contains("it is a symbolic link"), "{problem}");
 }
 
-/// This is true for `file::write` alone. The writer task then deletes the old file (next test).
+/// `file::write` alone leaves the old file. After a failed write, the writer task deletes the old file (next test).
 #[test]
 fn failed_cache_write_leaves_the_old_file() {
     let directory = tempfile::tempdir().unwrap();

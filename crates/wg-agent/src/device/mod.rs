@@ -43,8 +43,8 @@ pub trait Device: Send {
     /// handshake; the other values keep the sessions.
     ///
     /// # Errors
-    /// The port is in use, and the old configuration stays; or the kernel refuses another value, and the earlier changes stay. A second
-    /// call continues with the rest.
+    /// If the port is in use, the whole old configuration stays. If the kernel refuses another value, the values that were
+    /// set before it stay, and a second call continues with the rest.
     fn configure(&mut self, configuration: &Configuration) -> Result<(), DeviceError>;
 
     /// Applies the changes in order. Peers without a change are not touched, and only a new preshared key or a removal

@@ -42,7 +42,7 @@ impl Nft {
 
     /// Runs nft. Returns its standard output, or the first lines of its standard error if it fails.
     async fn call(&self, arguments: &[&str], script: Option<&str>) -> Result<Result<Vec<u8>, String>, Error> {
-        // Also for the rare error while waiting for nft.
+        // A rare error while waiting for nft is reported as a start error, too.
         let start_error = |source| Error::Start {
             program: self.program.clone(),
             source,

@@ -30,7 +30,7 @@ fn table(mesh: &str) -> Firewall {
         internal_ips: &[].into(),
         api_servers: &[].into(),
         nodes: &[].into(),
-        pods_elsewhere: &[].into(),
+        pod_cidrs_of_other_nodes: &[].into(),
     })
 }
 

@@ -175,9 +175,9 @@ impl ParsedSlice {
     /// controller wrote are ignored, because they are in other members.
     pub(super) fn new(object: EndpointSlice) -> Self {
         let labels = object.metadata.labels.clone().unwrap_or_default();
-        let is_controller = |label: &str| labels.get(label).is_some_and(|value| value == MANAGED_BY);
+        let has_controller_value = |label: &str| labels.get(label).is_some_and(|value| value == MANAGED_BY);
         let mut endpoints = BTreeSet::new();
-        if !is_controller(LABEL_MANAGED_BY) && !is_controller(LABEL_SLICE_MANAGED_BY) {
+        if !has_controller_value(LABEL_MANAGED_BY) && !has_controller_value(LABEL_SLICE_MANAGED_BY) {
             let ports = object.ports.iter().flatten().filter_map(|port| {
                 let number = u16::try_from(port.port?).ok().filter(|number| *number > 0)?;
                 Some((

@@ -378,7 +378,7 @@ fn passive_keepalive_needs_no_answer() {
     let mut tracker = PeerTracker::default();
     sync(&mut tracker, &["192.0.2.1:1"], start);
     tracker.update(&observed(Some(0), None, 500, 500), after(1));
-    // The receiver of the last data packet sends a passive keepalive after 10 s, which is never answered.
+    // This node received the last data packet. After 10 s it sends a passive keepalive, which is never answered.
     tracker.update(&observed(Some(10), None, 500, 532), after(11));
     tracker.update(&observed(Some(300), None, 500, 532), after(301));
     assert_eq!(tracker.state(&KEY, after(301)), PeerHealth::Unknown);

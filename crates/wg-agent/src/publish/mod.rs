@@ -89,7 +89,8 @@ impl Turn {
 
 /// The shortest time between two writes of the status.
 pub const STATUS_EVERY: Duration = Duration::from_secs(10);
-/// If the agent's watch does not show a write within this time, the write is repeated; a write of the status after [`STATUS_EVERY`].
+/// If the agent's watch does not show a write within this time, the write is repeated. A write of the status is repeated only
+/// after [`STATUS_EVERY`].
 const SETTLE: Duration = Duration::from_secs(5);
 /// How long one request may take.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
@@ -327,7 +328,7 @@ mod tests {
             let (due, wait) = history.due(&desired, start, changed_at);
             assert!(due.is_empty() || wait.is_none());
             let wait = wait.unwrap_or_default();
-            // Further changes move no turn, and nor does an agent that wakes late.
+            // The turn does not move: an agent that wakes late still writes its status at once.
             let later = wait + Duration::from_millis(250);
             assert_eq!(
                 history.due(&desired, start + later, changed_at + later).0,

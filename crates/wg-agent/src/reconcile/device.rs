@@ -18,7 +18,7 @@ use clustermesh_core::key::PublicKey;
 #[derive(Default)]
 pub(super) struct TunnelDevice {
     pub(super) open: Option<OpenDevice>,
-    /// At the last attempt to open the device, another program owned the interface of this name or used the listen port.
+    /// At the last attempt to open the device, another program owned the interface of the device's name or used the listen port.
     pub(super) is_occupied: bool,
     /// An event about the agent's routing or the device arrived, or events may have been lost, so the device may have been deleted.
     pub(super) needs_check: bool,
@@ -133,9 +133,9 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
                 self.tracker.reset_except_live_endpoints();
             }
         }
-        // `configured` of an observed peer has the endpoint that was written last. Roaming changes only the endpoint in use. `diff`
-        // compares `configured` with the desired peer. So that it finds a change where the endpoint in use must be replaced by the
-        // desired one, `configured` gets the endpoint in use there.
+        // `configured` of an observed peer has the endpoint that was written last. Roaming changes only the endpoint in use.
+        // `diff` compares `configured` with the desired peer, so it cannot see the endpoint in use. For each peer whose endpoint
+        // in use must be replaced, this call copies that endpoint into `configured`. Then `diff` finds a change.
         let must_write = self.tracker.replace_configured_by_used(&mut observed.peers);
         let changes = diff(&observed.peers, &desired).unwrap_or_default(); // `None` = no changes
         if !changes.is_empty() {

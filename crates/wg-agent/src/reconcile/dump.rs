@@ -84,7 +84,7 @@ fn inputs(inputs: &Inputs) -> Value {
         throw,
         api_servers,
         all_node_addresses,
-        pods_elsewhere,
+        pod_cidrs_of_other_nodes,
         own_sources,
         peers,
         policies,
@@ -104,7 +104,7 @@ fn inputs(inputs: &Inputs) -> Value {
         "throw": throw,
         "apiServers": api_servers,
         "nodes": all_node_addresses,
-        "podsElsewhere": pods_elsewhere,
+        "podsElsewhere": pod_cidrs_of_other_nodes,
         "ownSources": own_sources,
         "peers": peers.iter().map(|peer| (&peer.name, json!({
             "revision": peer.revision,

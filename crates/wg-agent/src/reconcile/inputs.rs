@@ -58,8 +58,12 @@ pub(super) struct GatheredInputs {
     pub(super) unreadable: BTreeMap<String, String>,
 }
 
-/// Builds all inputs except MTUs. `own` is this node's Node.
-pub(super) fn gather_inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, local: &LocalFacts<'_>) -> GatheredInputs {
+/// Builds all inputs except MTUs. `own_node` is this node's Node.
+pub(super) fn gather_inputs(
+    snapshot: &ClusterSnapshot,
+    own_node: &ParsedNode,
+    local: &LocalFacts<'_>,
+) -> GatheredInputs {
     let mut host_names = BTreeSet::new();
     let mut members = BTreeMap::new();
     let mut unreadable = BTreeMap::new();
@@ -74,7 +78,7 @@ pub(super) fn gather_inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, local:
         .next()
         .map(|spec| spec.allowed_ips.clone())
         .unwrap_or_default();
-    let own_location = own.own.as_ref().map_or("", |own| own.location.as_str());
+    let own_location = own_node.own.as_ref().map_or("", |own| own.location.as_str());
     for (name, seen) in snapshot.peers.objects() {
         let spec = match &seen.spec {
             Ok(spec) => spec,
@@ -125,8 +129,8 @@ pub(super) fn gather_inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, local:
         mtu: mtu::MINIMUM,
         underlay: local.underlay.interface.clone(),
         underlay_addresses: local.underlay.addresses.keys().copied().collect(),
-        internal_ips: own.internal_ips.iter().copied().collect(),
-        pod_cidrs: own.pod_cidrs.clone(),
+        internal_ips: own_node.internal_ips.iter().copied().collect(),
+        pod_cidrs: own_node.pod_cidrs.clone(),
     };
     let mut policies = BTreeMap::new();
     for (name, seen) in snapshot.policies.objects() {
@@ -143,10 +147,10 @@ pub(super) fn gather_inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, local:
         .copied()
         .collect();
     let others = || snapshot.nodes.objects().filter(|(name, _)| *name != local.name);
-    let pods_elsewhere: BTreeSet<IpNet> = others().flat_map(|(_, node)| &node.pod_cidrs).copied().collect();
+    let pod_cidrs_of_other_nodes: BTreeSet<IpNet> = others().flat_map(|(_, node)| &node.pod_cidrs).copied().collect();
     // flannel's next hops are the first addresses of other nodes' pod CIDRs. They belong to those nodes, not to the underlay: a `throw`
     // route would keep packets to a node in another location outside the tunnel.
-    let pods = aggregate(&pods_elsewhere);
+    let pods = aggregate(&pod_cidrs_of_other_nodes);
     let next_hops = local.underlay.next_hops.iter();
     let next_hops = next_hops.filter(|hop| !covered(&host(hop.to_canonical()), &pods));
     let throw = others()
@@ -170,7 +174,7 @@ pub(super) fn gather_inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, local:
             throw,
             api_servers,
             all_node_addresses,
-            pods_elsewhere,
+            pod_cidrs_of_other_nodes,
             own_sources,
             peers,
             policies,

@@ -209,7 +209,7 @@ fn addresses_of_node_and_cluster_are_gathered() {
     // 100.66.0.9 is the agent's new WireGuard address. Its Node still has the old one, 100.66.0.7.
     let addresses = ["100.66.0.7", "100.66.0.8", "100.66.0.9", "192.0.2.7", "192.0.2.8"];
     assert_eq!(inputs.all_node_addresses, addresses.map(|a| a.parse().unwrap()).into());
-    assert_eq!(inputs.pods_elsewhere, ["10.5.8.0/24".parse().unwrap()].into());
+    assert_eq!(inputs.pod_cidrs_of_other_nodes, ["10.5.8.0/24".parse().unwrap()].into());
 }
 
 #[test]
@@ -251,7 +251,7 @@ fn unreadable_peer_is_left_out_and_host_name_is_resolved() {
 }
 
 #[test]
-fn only_nodes_of_other_locations_are_peers_in_their_own_cluster() {
+fn nodes_of_the_same_location_are_not_peers() {
     let inputs_in = |own_location: &str, has_own_peer: bool| {
         let own_node = |public_key: u8, address: &str, location: &str| {
             let mut peer = peer(None);
@@ -301,7 +301,7 @@ fn only_nodes_of_other_locations_are_peers_in_their_own_cluster() {
         assert_eq!(names, expected, "in {own_location:?}");
         assert_eq!(inputs.own_sources, ["100.66.0.9/32".parse().unwrap()].into());
     }
-    // Nodes in other locations do not know a node without a Peer of its own.
+    // This node has no Peer, so nodes in other locations have no tunnel to it, and it uses none of their Peers.
     let inputs = inputs_in("east", false);
     let names: Vec<&str> = inputs.peers.iter().map(|peer| &*peer.name).collect();
     assert_eq!((names, inputs.own_sources), (vec!["of-another-member"], [].into()));

@@ -30,7 +30,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         let Kernel { routing, firewall, .. } = &mut self.deps.kernel;
         let observed = routing.observe().await.map_err(|error| trouble(error.to_string()))?;
         // If there are no routes and rules, and this process does not know the table, an agent in policy mode may have written the table.
-        // It stays, because such an agent may start again.
+        // Then the table stays, because such an agent may start again.
         let knows_table = firewall.knows_table();
         self.kg.must_remove_table |= !observed.routes.is_empty() || !observed.rules.is_empty() || knows_table;
         // kg already uses the interface's addresses, so only they stay.

@@ -1,5 +1,6 @@
-//! Implements [`Routing`] over rtnetlink(7). `observe` returns those addresses of the device that have the form of the agent's, and the
-//! routes and rules that have the agent's protocol number. `foreign_rules` reads the rules of other programs.
+//! Implements [`Routing`] over rtnetlink(7). `observe` returns those addresses of the device that have the scope and prefix
+//! length of the agent's addresses, and the routes and rules that have the agent's protocol number. `foreign_rules` reads the
+//! rules of other programs.
 
 use std::{collections::BTreeMap, net::IpAddr};
 

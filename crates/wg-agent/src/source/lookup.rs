@@ -22,8 +22,9 @@ const CONCURRENCY: usize = 16;
 pub type Addresses = BTreeMap<String, IpAddr>;
 
 /// Resolves the names in `wanted` until the token is cancelled or the sender of `wanted` is dropped. Calls `report` with all
-/// addresses when they change, unless `wanted` is empty. A name keeps its address while the answers contain it, so that round-robin
-/// DNS does not move a peer, and while there is no answer. `known` contains the addresses that an earlier process found.
+/// addresses when they change, unless `wanted` is empty. A name keeps its address while the answers contain this address, so that
+/// round-robin DNS does not move a peer. It also keeps the address while there is no answer. `known` contains the addresses
+/// that an earlier process found.
 pub async fn run(
     mut wanted: watch::Receiver<BTreeSet<String>>,
     known: Addresses,
@@ -34,7 +35,8 @@ pub async fn run(
     loop {
         let names = wanted.borrow_and_update().clone();
         let old = &known;
-        // No name is wanted before the first pass. The known addresses must stay until then, because a name keeps its known address.
+        // `wanted` is empty before the first pass. The known addresses stay until then, so that the names of the first
+        // pass can keep them.
         let has_names = !names.is_empty();
         let selected: Addresses = stream::iter(names)
             .map(|name| async move {

@@ -23,7 +23,7 @@ pub mod store;
 pub mod underlay;
 pub mod watch;
 
-/// The kind for which [`store`] also sends a notification of its own.
+/// The kind whose changes [`store`] also reports separately ([`Store::policies_changed`]).
 const PEER_POLICY: &str = "PeerPolicy";
 
 /// Starts the watches of all Peers and PeerPolicies and of the API server's endpoints, and follows the Nodes. They update `store` until

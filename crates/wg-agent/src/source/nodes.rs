@@ -9,8 +9,8 @@
 //!   name has another UID. Otherwise it changes only with the node's storage drivers.
 //! - the table of Nodes that `kubectl get nodes` shows, which takes about 250 bytes for each Node. The agent requests it at an interval
 //!   that grows with the number of Nodes. It shows Nodes without a kubelet, and changed addresses.
-//! - the last read of a new Node. It gets its pod CIDRs and WireGuard address only after some seconds, so it is read again while
-//!   they are missing.
+//! - the last read of a new Node. A new Node gets its pod CIDRs and WireGuard address only after some seconds, so the agent
+//!   reads it again while they are missing.
 //!
 //! The table does not show the WireGuard addresses of Nodes. Therefore all Nodes are listed again after long intervals, and after this node
 //! has taken a new WireGuard address, because another node may have taken the same one at the same time.
@@ -275,7 +275,7 @@ impl ReadPlan {
         }
     }
 
-    /// Records that a Node could not be read. It is read again after [`READ_AGAIN`], and meanwhile the other Nodes.
+    /// Records that a Node could not be read. It is read again after [`READ_AGAIN`]; other Nodes are read in the meantime.
     fn set_failed(&mut self, name: &str, now: Instant) {
         self.to_read.insert(name.to_owned(), now + READ_AGAIN);
     }
@@ -317,8 +317,8 @@ impl ReadPlan {
         self.next_list = Some(now + interval - random::up_to(interval / 2));
     }
 
-    /// Plans a list because this node has taken another WireGuard address. Another agent may have taken the same one at the same
-    /// time, and the delay gives it the time to publish it.
+    /// Plans a list because this node has taken another WireGuard address. Another agent may have taken the same address at the
+    /// same time. The list is delayed until that agent has probably published its address.
     fn set_own_address(&mut self, now: Instant) {
         let due = now + TABLE_AT_LEAST / 2 + random::up_to(self.table_interval());
         self.next_list = Some(self.next_list.map_or(due, |next| next.min(due)));
@@ -331,7 +331,7 @@ impl ReadPlan {
         let read = self.to_read.iter().min_by_key(|(_, due)| **due);
         let read = read.map(|(name, due)| (*due, Step::Read(name.clone())));
         let steps = [list, table].into_iter().chain(read);
-        // Of several steps with the same time, `min_by_key` returns the first: the list, then the table, then a Node.
+        // All overdue steps count as due `now`. Of equal times, `min_by_key` returns the first: list, then table, then Node.
         steps
             .min_by_key(|(due, _)| (*due).max(now))
             .unwrap_or((now, Step::Table))

@@ -112,8 +112,9 @@ impl ClusterSnapshot {
     }
 
     /// Whether the API server still confirms the whole snapshot, as far as the agent can know. This node's Node changes every
-    /// few minutes, and the other Nodes are read again and again, so Nodes without an error prove that the API server still answers. Errors of other
-    /// kinds do not count: they stay in `errors` until an object of the kind changes, even if the watch works again.
+    /// few minutes, and the other Nodes are read again and again. So if `errors` has no entry for the kind Node, the API server
+    /// still answers. Errors of other kinds do not count: they stay in `errors` until an object of the kind changes, even if the
+    /// watch works again.
     #[must_use]
     pub fn is_confirmed(&self) -> bool {
         self.pending_kinds().is_empty()

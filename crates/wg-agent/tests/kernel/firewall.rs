@@ -32,8 +32,8 @@ fn nets(texts: &[&str]) -> BTreeSet<IpNet> {
     texts.iter().map(|t| t.parse().unwrap()).collect()
 }
 
-/// A table that allows packets from `sources` to `to`. `ports` are the infrastructure ports. Their numbers are also denied as TCP
-/// ports (whatever their protocol) of the first address of each network of `to`.
+/// A table that allows packets from `sources` to `to`. `ports` are the infrastructure ports. At the first address of each network
+/// of `to`, TCP to all these port numbers is denied, even if the infrastructure port is a UDP or SCTP port.
 fn firewall(sources: &BTreeSet<IpNet>, to: &BTreeSet<IpNet>, ports: &BTreeSet<(Protocol, u16)>) -> Firewall {
     let denied = |net: &IpNet| {
         let address = net.addr();
@@ -68,7 +68,7 @@ fn firewall(sources: &BTreeSet<IpNet>, to: &BTreeSet<IpNet>, ports: &BTreeSet<(P
         internal_ips: &["10.101.0.1".parse().unwrap(), "10.101.0.9".parse().unwrap()].into(),
         api_servers: &api,
         nodes: &["172.29.0.112".parse().unwrap(), "fd00::112".parse().unwrap()].into(),
-        pods_elsewhere: to,
+        pod_cidrs_of_other_nodes: to,
     })
 }
 

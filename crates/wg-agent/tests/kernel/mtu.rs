@@ -58,8 +58,8 @@ fn pings(from: &netns::NetNs, to: IpAddr, size: u16) -> bool {
 fn check_underlay(mtu: u16, outer: Family, largest: [u16; 2]) {
     let star = Star::connected(&[mtu, mtu], |_, _| outer);
     check_sizes(&star, 2, largest);
-    // The device's MTU is at least 1280, the minimum for IPv6. So on an underlay with MTU 1280, outer packets of large IPv6 packets
-    // are fragmented. IPv4 routes have the path's own, smaller MTU.
+    // The device's MTU is at least 1280, the minimum for IPv6. So on an underlay with MTU 1280, the outer packets that contain
+    // large inner IPv6 packets are fragmented. The routes for inner IPv4 packets have a smaller MTU, which fits the path.
     if mtu > 1280 {
         assert_eq!(
             star.sites.iter().map(|s| s.fragments()).sum::<u64>(),
@@ -85,8 +85,8 @@ underlays! {
     every_size_passes_or_is_refused_on_a_1280_underlay 1280: [1216, 1280], [1200, 1280];
 }
 
-/// Nodes 1 and 2 have a smaller path MTU to node 3, as after a forged ICMP error. It must not reduce the packets between nodes 1
-/// and 2.
+/// Nodes 1 and 2 have a smaller path MTU to node 3, as after a forged ICMP error. This path MTU must not reduce the size of
+/// packets between nodes 1 and 2.
 // threat: forged-path-mtu
 #[test]
 fn peers_of_different_path_mtu_share_one_device() {

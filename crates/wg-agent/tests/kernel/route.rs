@@ -221,7 +221,8 @@ fn obsolete_rules_of_the_agent_are_removed() {
         ns.ip(rule);
     }
     // These rules are kept. The first is of another program. The second has the agent's protocol number, but a form that the agent
-    // never writes, and the priority of a rule that the agent needs: a deletion could remove that rule (`parse_rule`).
+    // never writes. It is kept because it has the priority of a rule that the agent needs: deleting it could remove the needed
+    // rule instead (`parse_rule`).
     for rule in [
         "rule add pref 996 from 192.0.2.0/24 lookup 99",
         "rule add pref 1001 from 192.0.2.7 protocol 117 lookup 99",

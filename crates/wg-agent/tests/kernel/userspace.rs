@@ -1,4 +1,4 @@
-//! Tests the userspace device, once with offload and four workers, and once without offload and with one. The tests
+//! Tests the userspace device, once with offload and four workers, and once without offload and with one worker. The tests
 //! send pings, TCP and UDP, and read the state with `ip`, `wg` and `nft`. The tests that the kernel
 //! backend must pass as well are in `clustermesh_tests::contract`.
 
@@ -49,7 +49,8 @@ macro_rules! tests {
     )* };
 }
 
-/// With the TUN device's offload (several packets in one read) and four workers, each a thread for each direction.
+/// With the TUN device's offload (several packets in one read) and four workers (each a pair of threads, one for each
+/// direction).
 mod offload {
     tests!(super::Options {
         offload: true,

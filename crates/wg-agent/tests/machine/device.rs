@@ -120,8 +120,8 @@ fn takeover_with_a_new_key_starts_handshakes_without_traffic() {
     run_in_machine!();
     let [mut a, mut b] = node_pair([Backend::Kernel, Backend::Kernel]);
     wait_until("the first ping", TIMEOUT, || a.reaches(2) && b.reaches(1));
-    // WireGuard starts a handshake by itself up to 15 s after a packet without a reply. After 25 s without a handshake, the
-    // earlier pings cause none.
+    // WireGuard starts a handshake by itself up to 15 s after a packet without a reply. So once the last handshake is 25 s old,
+    // the earlier pings can no longer cause a new one.
     let quiet = Duration::from_secs(25);
     wait_until("the handshake to be 25 s old", TIMEOUT * 2, || {
         a.peer(2).stats.handshake_age > Some(quiet)

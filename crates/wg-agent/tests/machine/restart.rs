@@ -94,7 +94,7 @@ fn kernel_tunnel_survives_restart_upgrade_and_key_rotation() {
         })
     });
     println!("longest runs of lost packets after a new key, of 20 a second: {gaps:?}");
-    // Without a handshake at once, WireGuard's retry after 5 s would lose 100 packets.
+    // If no handshake started at once, WireGuard would try only after 5 s, and 100 packets would be lost.
     assert!(gaps.iter().all(|gap| *gap < 80), "{gaps:?}");
     assert_eq!(b.wg_show("latest-handshakes").keys().collect::<Vec<_>>(), [&new]);
     a.wait_until_ready();

@@ -1,7 +1,8 @@
 //! Decides when a tunnel sends an initiation or a response.
 //!
-//! The initiations of two peers cross if each is sent before the other arrives. Our response is held if this is possible: until our
-//! unanswered initiation has the age [`RESPONSE_HOLD`]. The documentation of the module `tunnel` gives the reason.
+//! The initiations of two peers cross if each is sent before the other arrives. If ours may have crossed the peer's, our response
+//! is held until our unanswered initiation has the age [`RESPONSE_HOLD`]. The documentation of the module `tunnel` gives the
+//! reason.
 
 use std::time::{Duration, Instant};
 

@@ -59,7 +59,9 @@ impl Demo<'_> {
             self.check_mirrored_service(cluster, pods).await?;
         }
 
-        self.title("an address of the equal networks is a pod of the client's own cluster; from the hub it is none");
+        self.title(
+            "an address of the equal networks is a pod of the client's own cluster; the hub reaches no pod at it",
+        );
         for (cluster, pods) in &tenants {
             let (from, to) = (TrafficClient::Pod(pods[0].clone()), &pods[1]);
             let url = format!("http://{}:8080", to.ip);

@@ -65,7 +65,8 @@ impl Demo<'_> {
         let from = TrafficClient::Pod(member_pods[0].clone());
         for target in [&hub_pods[0], &other_pods[0]] {
             let url = format!("http://{}:8080", target.ip);
-            // Between the tenants this takes up to four minutes: the other node notices it when its session ends, or when it renews it.
+            // Between the tenants this takes up to four minutes: the router of tenant-b drops packets from the new port, so the
+            // node of tenant-b notices the change only when it renews the session, or when the session ends.
             let answer = wait_until(format!("an answer of {url}"), Duration::from_secs(300), async || {
                 let answer = self.lab.http_get(&from, &url).await;
                 answer.map_err(|error| error.to_string())?

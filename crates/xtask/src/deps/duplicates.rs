@@ -27,7 +27,7 @@ const REASONS: &[(&str, &[&str], &str)] = &[
     (
         "hashbrown",
         &["0.16"],
-        "kube uses it; the newer one is not built: the feature borsh of bit-vec, which is off, needs it",
+        "kube uses it; only bit-vec's feature borsh needs the newer version, and it is off",
     ),
     ("rand_core", &["0.6"], BORINGTUN),
     ("syn", &["2"], "only macros use it, at build time"),

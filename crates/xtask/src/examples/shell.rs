@@ -1,5 +1,6 @@
 //! Splits shell text into commands and words. Supports quotes, comments, continued lines, pipes, lists, loops and here-documents.
-//! Substitutions are not expanded, and redirections are words. Outside quotes, their `;`, `&` and `|` end the command.
+//! Substitutions are not expanded, and redirections are words. An unquoted `;`, `&` or `|` ends the command, even inside a
+//! substitution or a redirection.
 
 use super::Block;
 

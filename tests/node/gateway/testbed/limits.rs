@@ -178,7 +178,7 @@ pub(crate) async fn connections_of_a_sandbox_are_limited(testbed: &Testbed) {
         "{} connections",
         connections.len()
     );
-    // The limit for one endpoint would admit all these datagrams; the sandbox's limit has less left.
+    // The limit for one endpoint would admit all these datagrams; the rest of the sandbox's limit admits fewer.
     // Datagrams to LOG_PORT of the gateway arrive at port 5000 (`UDP_PORT`) of the pod `db`.
     let got = Counter::new(&testbed.endpoint_pods[0], "udp dport 5000");
     let raw = RawSender::open(&a.ns, &a.tunnel.interface);

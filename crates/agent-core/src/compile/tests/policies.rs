@@ -10,11 +10,14 @@ fn policy_that_allows_no_pods_publishes_no_pods() {
 }
 
 #[test]
-fn pods_elsewhere_leaves_out_anchored_networks() {
+fn pod_cidrs_of_other_nodes_leave_out_anchored_networks() {
     let mut inputs = hub_node();
-    assert_eq!(compile(&inputs).firewall.v4.pods_elsewhere, nets(&["10.101.1.0/24"]));
+    assert_eq!(
+        compile(&inputs).firewall.v4.pod_cidrs_of_other_nodes,
+        nets(&["10.101.1.0/24"])
+    );
     policy_of(&mut inputs).anchored = nets(&["10.101.0.0/16"]);
-    assert_eq!(compile(&inputs).firewall.v4.pods_elsewhere, nets(&[]));
+    assert_eq!(compile(&inputs).firewall.v4.pod_cidrs_of_other_nodes, nets(&[]));
 }
 
 #[test]

@@ -95,7 +95,7 @@ fn last_seen_and_leader_annotations_are_read() {
     assert!(!is_preferred_leader(json!({})));
 }
 
-/// Malformed items that are no claims (`x`, `garbage`) are left out.
+/// Malformed items of fields without [`Claim`] (`x`, `garbage`) are left out.
 #[test]
 fn addresses_of_both_families_and_annotations_are_read() {
     let agent = r#"{"version":"0.1.0","mode":"policy","datapathBypassed":"netkit"}"#;

@@ -236,7 +236,7 @@ async fn feed_that_is_read_again_is_current_after_the_list() {
 }
 
 #[test]
-fn list_from_before_the_requirement_does_not_make_the_feed_current() {
+fn list_older_than_the_required_one_leaves_the_feed_broken() {
     let feed = feed();
     let list = |number| List {
         objects: vec![],

@@ -120,8 +120,8 @@ impl MemberFeeds {
         })
     }
 
-    /// Returns, for each node whose report has links, the numbers of its tunnels (up, down, total) to each member of `mesh` that the
-    /// report contains: those to which at least one tunnel is down. Ignores nodes that are not Ready or are being deleted:
+    /// For each node whose report has links, returns the numbers of the node's tunnels (up, down, total) to each member of
+    /// `mesh`. Members to which none of these tunnels is down are missing. Ignores nodes that are not Ready or are being deleted:
     /// their agents may have stopped, and then their last reports never change.
     pub(crate) fn links(&self, mesh: &MeshId) -> Vec<BTreeMap<String, Tunnels>> {
         let prefix = annotations::member_key(&mesh.namespace, &mesh.name, "");

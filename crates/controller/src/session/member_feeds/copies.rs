@@ -1,4 +1,4 @@
-//! Copies of the largest feeds, which observations share.
+//! Copies of the rows of the two largest feeds. All observations share these copies.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -6,8 +6,8 @@ use clustermesh_core::observe::{Node, ObservedPeer, Rows};
 
 use super::MemberFeeds;
 
-/// The Nodes and Peers of a member as they were last observed. In a large mesh these are nearly all rows, and few of them change from
-/// one observation to the next.
+/// The Nodes and Peers of a member as they were last observed. In a large mesh nearly all observed objects are Nodes and Peers,
+/// and few of them change from one observation to the next.
 #[derive(Debug, Default)]
 pub(super) struct Copies(Mutex<(Rows<Node>, Rows<ObservedPeer>)>);
 

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::Anew;
+use super::NotFollowed;
 use crate::{
     mesh::ClusterIdentity,
     observe::{ChangedRow, Member, Node, Observations, ObservedPeer},
@@ -22,7 +22,7 @@ pub(super) struct MemberChanges<'a> {
 pub(super) fn find<'a>(
     before: &'a Observations,
     after: &'a Observations,
-) -> Result<BTreeMap<&'a ClusterIdentity, MemberChanges<'a>>, Anew> {
+) -> Result<BTreeMap<&'a ClusterIdentity, MemberChanges<'a>>, NotFollowed> {
     let Observations { members, hub, resolved } = after;
     if before.hub != *hub || before.resolved != *resolved {
         return Err("the hub's id or the address of a host name changed");
@@ -30,9 +30,10 @@ pub(super) fn find<'a>(
     if !before.members.keys().eq(members.keys()) {
         return Err("a member was added or removed");
     }
+    // Two identities of one cluster differ only in the key of the Secret's data ([`ClusterIdentity::same_cluster`]).
     let identities = || members.keys();
     if identities().any(|identity| identities().filter(|other| other.same_cluster(identity)).count() > 1) {
-        return Err("a cluster is observed by two Secrets or keys");
+        return Err("a cluster is observed through two keys of one Secret");
     }
     let mut changes = BTreeMap::new();
     for ((identity, before), after) in before.members.iter().zip(members.values()) {
@@ -50,7 +51,7 @@ pub(super) fn find<'a>(
     Ok(changes)
 }
 
-fn compare<'a>(before: &'a Member, after: &'a Member) -> Result<MemberChanges<'a>, Anew> {
+fn compare<'a>(before: &'a Member, after: &'a Member) -> Result<MemberChanges<'a>, NotFollowed> {
     let Member {
         uid,
         nodes,

@@ -1,4 +1,4 @@
-//! Changed Nodes. Shows that they change nothing but their own Peers, and plans these.
+//! Plans the Peers of changed Nodes, after checking that the changed Nodes affect nothing else.
 //!
 //! The changed Nodes are planned alone, twice: as they were and as they are. The first of these two plans must be part of the last plan.
 //! What the planner derives from all Nodes of a member, and uses for other Nodes too, must be the same before and after.
@@ -10,7 +10,7 @@ use std::{
 
 use ipnet::IpNet;
 
-use super::{Anew, MeshChanges, MeshFollower, Patch, ReportPatch, pair::Pair};
+use super::{MeshChanges, MeshFollower, NotFollowed, Patch, ReportPatch, pair::Pair};
 use crate::{
     key::PublicKey,
     mesh::Profile,
@@ -55,7 +55,7 @@ impl<'a> MeshFollower<'a> {
     ///
     /// # Errors
     /// They may change something else.
-    pub(super) fn follow_nodes(&self, changes: &MeshChanges<'a>, patch: &mut Patch) -> Result<(), Anew> {
+    pub(super) fn follow_nodes(&self, changes: &MeshChanges<'a>, patch: &mut Patch) -> Result<(), NotFollowed> {
         let changes = changes.iter().filter(|(_, changes)| !changes.nodes.is_empty());
         let changed: BTreeMap<&str, Changed<'_>> = changes
             .map(|(entry, changes)| (*entry, Changed::of(&changes.nodes)))
@@ -81,9 +81,9 @@ impl<'a> MeshFollower<'a> {
         );
         for (entry, changed) in &changed {
             let (was, is) = (&before.registries[*entry], &after.registries[*entry]);
-            let is_alone =
-                |registry: &NodeRegistry<'_>| registry.held.is_empty() && registry.segments.all_followers.is_empty();
-            if !is_alone(was) || !is_alone(is) {
+            let has_held_or_led_node =
+                |registry: &NodeRegistry<'_>| !registry.held.is_empty() || !registry.segments.all_followers.is_empty();
+            if has_held_or_led_node(was) || has_held_or_led_node(is) {
                 return Err("a changed node is held, or is led by another node of its Kilo location");
             }
             if was.facts != is.facts || was.uncovered != is.uncovered {
@@ -133,7 +133,7 @@ impl<'a> MeshFollower<'a> {
     }
 
     /// Checks what the planner derives from all Nodes of a member.
-    fn check_member(&self, entry: &str, changed: &Changed<'_>) -> Result<(), Anew> {
+    fn check_member(&self, entry: &str, changed: &Changed<'_>) -> Result<(), NotFollowed> {
         let member_of = |planner: &MeshPlanner<'a, 'a>| {
             let identity = self.planned.identities.get(entry)?;
             planner.seen.members.get(identity).and_then(Observation::last)
@@ -190,7 +190,7 @@ impl<'a> MeshFollower<'a> {
         changed: &Changed<'_>,
         was: &NodeRegistry<'_>,
         is: &NodeRegistry<'_>,
-    ) -> Result<(), Anew> {
+    ) -> Result<(), NotFollowed> {
         let cluster = &self.kept.traits[entry].cluster;
         if cluster.anchored.is_some() {
             return Ok(());
@@ -206,8 +206,8 @@ impl<'a> MeshFollower<'a> {
         };
         let lost = was.owned.difference(&is.owned);
         let not_anchored = || cluster.allowed.iter().filter(|net| !anchored.contains(net));
-        let mut left = lost.flat_map(|prefix| not_anchored().filter(move |net| net.contains(prefix)));
-        if left.any(|net| !is_owned(net)) {
+        let mut affected = lost.flat_map(|prefix| not_anchored().filter(move |net| net.contains(prefix)));
+        if affected.any(|net| !is_owned(net)) {
             return Err("no Node has an address in a network any more");
         }
         Ok(())
@@ -232,7 +232,7 @@ impl<'a> MeshFollower<'a> {
         changed: &Changed<'_>,
         was: &NodeRegistry<'_>,
         is: &NodeRegistry<'_>,
-    ) -> Result<(), Anew> {
+    ) -> Result<(), NotFollowed> {
         let mut keys: BTreeSet<PublicKey> = BTreeSet::new();
         let mut networks: BTreeSet<IpNet> = BTreeSet::new();
         for row in changed.rows {
@@ -272,7 +272,7 @@ impl<'a> MeshFollower<'a> {
     }
 
     /// The keepalives of the Peers in the member itself stay the same.
-    fn check_keepalives(&self, entry: &str, changed: &Changed<'_>, new: &MeshInputs<'_>) -> Result<(), Anew> {
+    fn check_keepalives(&self, entry: &str, changed: &Changed<'_>, new: &MeshInputs<'_>) -> Result<(), NotFollowed> {
         let target = &new.mesh_members[entry];
         let none = BTreeSet::new();
         let planner = PeerPlanner::with_existing(new, entry, target, Some(&none));
@@ -285,6 +285,7 @@ impl<'a> MeshFollower<'a> {
                 let mut rows = changed.rows.iter();
                 rows.any(|row| row.before.is_some_and(&test) != row.after.is_some_and(&test))
             };
+            // `PeerPlanner::new` reads all existing Peers, so first test whether either answer would change anything.
             if !changes_with(true) && !changes_with(false) {
                 continue;
             }
@@ -303,7 +304,7 @@ impl<'a> MeshFollower<'a> {
         was: usize,
         is: usize,
         members: &Members<'_>,
-    ) -> Result<ReportPatch, Anew> {
+    ) -> Result<ReportPatch, NotFollowed> {
         let report = self
             .planned
             .clusters

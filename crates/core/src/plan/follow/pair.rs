@@ -8,7 +8,7 @@ use std::{
 
 use ipnet::IpNet;
 
-use super::{Anew, MeshFollower, Patch, nodes::Changed};
+use super::{MeshFollower, NotFollowed, Patch, nodes::Changed};
 use crate::{
     key::PublicKey,
     observe::{ChangedRow, Endpoint, Node},
@@ -39,7 +39,7 @@ impl<'p> Pair<'p, '_> {
         patch: &mut Patch,
         was: &mut BTreeSet<&'p str>,
         is: &mut BTreeSet<&'p str>,
-    ) -> Result<(), Anew> {
+    ) -> Result<(), NotFollowed> {
         let registered = |inputs: &'p MeshInputs<'p>| &inputs.registries[self.source].registered;
         let (old, new) = (registered(self.old), registered(self.new));
         if old.is_empty() && new.is_empty() {
@@ -54,11 +54,13 @@ impl<'p> Pair<'p, '_> {
         if !target.unmatched.is_empty() {
             return Err("an existing Peer has another name, source or key than the planned one");
         }
-        let visible: BTreeSet<String> = names.chain(target.foreign.iter().cloned()).collect();
+        // The existing Peers that can influence the Peers of the changed Nodes. Each of the others matches a planned Peer of
+        // another Node in name, source and key.
+        let relevant_peers: BTreeSet<String> = names.chain(target.foreign.iter().cloned()).collect();
         let keepalive = self.keepalive()?;
         let plan = |inputs: &'p MeshInputs<'p>| {
-            let planner =
-                PeerPlanner::with_existing(inputs, self.target, &inputs.mesh_members[self.target], Some(&visible));
+            let target = &inputs.mesh_members[self.target];
+            let planner = PeerPlanner::with_existing(inputs, self.target, target, Some(&relevant_peers));
             planner.plan_registered(self.source, keepalive)
         };
         let (planned_before, planned_after) = (plan(self.old), plan(self.new));
@@ -101,8 +103,8 @@ impl<'p> Pair<'p, '_> {
         &self.follower.planned.targets[self.target].peers
     }
 
-    /// The keepalive of the source's Peers with an endpoint in this target, as the last plan has it.
-    fn keepalive(&self) -> Result<u16, Anew> {
+    /// The keepalive that the last plan of this target has in the source's Peers. Only Peers with an endpoint show it.
+    fn keepalive(&self) -> Result<u16, NotFollowed> {
         let id = self.new.mesh;
         let names = self
             .changed
@@ -116,8 +118,9 @@ impl<'p> Pair<'p, '_> {
         Ok(peer.spec.persistent_keepalive)
     }
 
-    /// Checks that the last plan has this Peer of a changed Node. Returns the parts of anchored networks that the Peer contains there.
-    fn parts_of(&self, row: &ChangedRow<'_, Node>, old: Option<&Named>) -> Result<Vec<IpNet>, Anew> {
+    /// Checks that the last plan has the Peer `old` of a changed Node, or no Peer of it if `old` is `None`. The Peer in the last
+    /// plan may also contain parts of anchored networks. Returns these parts.
+    fn parts_of(&self, row: &ChangedRow<'_, Node>, old: Option<&Named>) -> Result<Vec<IpNet>, NotFollowed> {
         let Some((name, peer)) = old else {
             let id = self.new.mesh;
             let names =
@@ -144,7 +147,7 @@ impl<'p> Pair<'p, '_> {
         Ok(parts)
     }
 
-    /// The anchors stay the same. `is_anchor` = the last plan of this Peer contains a part of an anchored network.
+    /// Checks that the anchors stay the same. `is_anchor` = in the last plan, the node's Peer has a part of an anchored network.
     fn check_anchors(
         &self,
         row: &ChangedRow<'_, Node>,
@@ -152,7 +155,7 @@ impl<'p> Pair<'p, '_> {
         new: Option<&Named>,
         is_anchor: bool,
         planned_after: &RegisteredPeers<'_, '_>,
-    ) -> Result<(), Anew> {
+    ) -> Result<(), NotFollowed> {
         let kept = self.follower.kept;
         let anchored = kept.anchored_in_peers(self.source);
         if anchored.is_empty() {
@@ -175,29 +178,31 @@ impl<'p> Pair<'p, '_> {
         if was == is {
             return Ok(());
         }
-        let is_unsettled = kept.targets[self.target].unsettled.contains(self.source);
-        if is_anchor || is_unsettled {
+        // While the anchors are unsettled, existing Peers do not fix them yet, and any node's suitability can change the choice.
+        let has_unsettled_anchors = kept.targets[self.target].unsettled.contains(self.source);
+        if is_anchor || has_unsettled_anchors {
             return Err("an anchor changed");
         }
-        // The anchors are among the most suitable nodes. They stay, unless the changed node is more suitable.
+        // The smallest rank is best. The anchors are among the usable nodes with the best rank, and stay while the changed node's
+        // rank is not better.
         let report = &self.follower.planned.clusters[self.source];
         let anchors: BTreeSet<&String> = report.anchored.values().flatten().collect();
         let member = self.new.mesh_members[self.source].last_observed();
         let rank_of = |name: &String| member.and_then(|member| member.nodes.get(name)).map(anchor::rank);
-        let worst = anchors.iter().map(|name| rank_of(name)).max();
+        let worst = anchors.into_iter().filter_map(rank_of).max();
         match worst {
-            Some(Some(worst)) if is.is_none_or(|(_, rank)| rank >= worst) => Ok(()),
+            Some(worst) if is.is_none_or(|(_, rank)| rank >= worst) => Ok(()),
             _ => Err("an anchor may change"),
         }
     }
 
-    /// No other node of the source has the first endpoint that the node gained or lost.
+    /// Checks that no other node of the source has the address of the endpoint (`spec.endpoint`) that this node gained or lost.
     fn check_endpoints(
         &self,
         old: Option<&Named>,
         new: Option<&Named>,
         planned_after: &RegisteredPeers<'_, '_>,
-    ) -> Result<(), Anew> {
+    ) -> Result<(), NotFollowed> {
         let first = |planned: Option<&Named>| match planned?.1.spec.endpoint {
             Some(Endpoint::Ip(address)) => Some(address),
             _ => None,

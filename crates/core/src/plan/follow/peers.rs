@@ -1,8 +1,8 @@
-//! Existing Peers that changed, usually because the controller wrote them. Decides whether the plan is the same with them.
+//! Decides whether changes of existing Peers change the plan. Usually the controller itself made these changes.
 
 use ipnet::IpNet;
 
-use super::{Anew, MeshChanges, MeshFollower, Patch};
+use super::{MeshChanges, MeshFollower, NotFollowed, Patch};
 use crate::{
     key::PublicKey,
     observe::{ChangedRow, Observation, ObservedPeer, PeerSpec},
@@ -22,12 +22,13 @@ impl MeshFollower<'_> {
     /// - The Peer of a node keeps its name.
     /// - An anchored network stays with its anchor.
     /// - A keepalive for NATs may stay.
-    /// - An endpoint stays while a host name does not resolve, a held node keeps its Peer, and of two nodes with the same key the one that
-    ///   has a Peer wins: meshes with one of these are not followed ([`super::Kept::of`]).
+    /// - An endpoint stays while its host name does not resolve. A held node keeps its Peer. Of two nodes with the same key,
+    ///   the one that has a Peer wins. These three cases are not checked here: a mesh with one of them is not followed
+    ///   ([`super::Kept::of`]).
     ///
     /// # Errors
-    /// They may change it.
-    pub(super) fn check_peers(&self, changes: &MeshChanges<'_>, patch: &Patch) -> Result<(), Anew> {
+    /// The changed Peers may change the plan.
+    pub(super) fn check_peers(&self, changes: &MeshChanges<'_>, patch: &Patch) -> Result<(), NotFollowed> {
         for (target, changes) in changes {
             // The result for the last source: the Peers of a source usually follow each other.
             let mut last_source: Option<(&str, bool)> = None;
@@ -70,7 +71,7 @@ impl MeshFollower<'_> {
         members.is_some_and(|(target, source)| link::between(&target, &source) == Some(Link::Meshed))
     }
 
-    fn check_peer(&self, target: &str, row: &ChangedRow<'_, ObservedPeer>, patch: &Patch) -> Result<(), Anew> {
+    fn check_peer(&self, target: &str, row: &ChangedRow<'_, ObservedPeer>, patch: &Patch) -> Result<(), NotFollowed> {
         let planned = self.planned_peer(target, row.name, patch);
         let spec = |peer: Option<&ObservedPeer>| peer.and_then(|peer| peer.spec.as_ref().ok()).cloned();
         let (before, after) = (spec(row.before), spec(row.after));
@@ -92,7 +93,7 @@ impl MeshFollower<'_> {
         if planned.is_some_and(|planned| !existing.all(|peer| is_of_source(peer, planned))) {
             return Err("a Peer has the name of another source's Peer");
         }
-        // Without an existing Peer that has its key, a node gets the name that the naming rule gives it.
+        // If no existing Peer has a node's key, the naming rule decides the name of the node's Peer.
         if planned.is_some_and(|planned| !has_planned_key && naming(planned) != row.name) {
             return Err("a Peer whose name differs from the naming rule was deleted or got another key");
         }
@@ -112,7 +113,7 @@ impl MeshFollower<'_> {
         before: Option<&PeerSpec>,
         after: Option<&PeerSpec>,
         row: &ChangedRow<'_, ObservedPeer>,
-    ) -> Result<(), Anew> {
+    ) -> Result<(), NotFollowed> {
         let sources = [row.before, row.after].into_iter().flatten();
         let sources =
             sources.filter_map(|peer| Some(self.kept.anchored_in_peers(peer.owner.source_cluster.as_deref()?)));
@@ -135,7 +136,7 @@ impl MeshFollower<'_> {
         before: Option<&PeerSpec>,
         after: Option<&PeerSpec>,
         planned: Option<&PlannedPeer>,
-    ) -> Result<(), Anew> {
+    ) -> Result<(), NotFollowed> {
         let keepalives = self
             .kept
             .traits

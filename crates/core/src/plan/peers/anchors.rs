@@ -60,7 +60,7 @@ impl<'a> PeerPlanner<'a, '_> {
             }
             return;
         }
-        // Later nodes by name replace earlier ones.
+        // By part: the node whose existing Peer has the part; of several such nodes, the last one by name.
         let mut current: BTreeMap<IpNet, &str> = BTreeMap::new();
         for (node, position) in with_peers() {
             let existing = self.peers[position].existing;

@@ -189,12 +189,8 @@ impl<'a> ExistingPeers<'a> {
 
     /// The existing Peers with this key, sorted by name.
     pub(super) fn with_key(&self, key: &PublicKey) -> impl Iterator<Item = Existing<'a>> {
-        let more = self.more_by_key.get(key).filter(|_| !self.more_by_key.is_empty());
-        self.by_key
-            .get(key)
-            .into_iter()
-            .chain(more.into_iter().flatten())
-            .copied()
+        let more = self.more_by_key.get(key).into_iter().flatten();
+        self.by_key.get(key).into_iter().chain(more).copied()
     }
 
     /// The source of the Peer with this key that another mesh keeps.

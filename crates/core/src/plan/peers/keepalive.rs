@@ -78,8 +78,9 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         }
     }
 
-    /// Whether existing Peers of the source have a keepalive for NATs. Reports of other members may have caused it, and these reports end
-    /// when the reporting nodes lose their sessions. Without keepalives, the node behind the NAT would not start a session again.
+    /// Whether existing Peers of the source have a keepalive for NATs. Such a keepalive must outlast the reports of other members
+    /// that caused it: these reports end when the reporting nodes lose their sessions, and without keepalives the node behind the
+    /// NAT would not start a session again.
     pub(in crate::plan) fn has_nat_keepalive(&self, source: &str) -> bool {
         let configured = self.inputs.configured_keepalive();
         nat_keepalive(configured) != configured && self.existing.with_nat_keepalive.contains(source)

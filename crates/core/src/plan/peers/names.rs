@@ -103,7 +103,7 @@ impl<'a> PeerPlanner<'a, '_> {
         self.peers.len() - 1
     }
 
-    /// Takes the key, the prefixes and the name of a Peer, if they can collide with those of others.
+    /// Records the key, the prefixes and the name of a planned Peer as taken, if another planned Peer may have the same.
     pub(super) fn take_claims(&mut self, name: &str, peer: &PlannedPeer) {
         if !self.has_shared_claims {
             return;

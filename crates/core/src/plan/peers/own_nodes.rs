@@ -73,8 +73,8 @@ impl PeerPlanner<'_, '_> {
                 let cluster = name.to_owned();
                 self.facts.insert(Fact::AddressShared { cluster, message });
             }
-            // If kg serves some node of the target, `PeerPlanner::new` takes the keys of all nodes of the target, so that other members
-            // cannot take them.
+            // If a silent or held node of the target may still run kg, `PeerPlanner::new` marks the keys of all nodes of the
+            // target as taken, so that no other member's Peer gets them. The node's own Peer must get the node's key.
             let owner = self.taken_keys.get(&node.key);
             if owner == Some(&Holder::Node(node.node.into())) {
                 self.taken_keys.remove(&node.key);

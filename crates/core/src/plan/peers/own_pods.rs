@@ -2,8 +2,9 @@
 //! An allowed IP in a podCIDR would take packets between the target's own pods into the tunnel, and a network of a policy would make
 //! these pods unreachable.
 //!
-//! Needed only if the target is masqueraded, because then it may have the pod network of a routed source, or if it connects its
-//! locations. The allowedNetworks of other targets overlap those of no other cluster (design rule 10).
+//! Needed only in two cases. If the target connects its locations, its tunnels also carry podCIDRs outside its allowedNetworks,
+//! which networks of other members may overlap. If the target is masqueraded, it may have the same pod network as a routed
+//! source. Other targets do not need it: their allowedNetworks overlap those of no other cluster (design rule 10).
 
 use ipnet::IpNet;
 
@@ -18,7 +19,6 @@ pub(in crate::plan) struct OwnPods(PrefixMap<()>);
 impl OwnPods {
     pub(in crate::plan) fn of(target: &MeshMember<'_>) -> Self {
         let cluster = &target.cluster;
-        // Between locations, podCIDRs outside allowedNetworks are routed too.
         let is_relevant =
             cluster.effective_addressing() == Addressing::Masqueraded || cluster.locations == Locations::Connected;
         let has_pod_cidrs = is_relevant && cluster.pod_network == PodNetwork::PerNode;

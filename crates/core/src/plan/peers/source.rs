@@ -83,7 +83,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             }
         }
         self.add_anchors(source, mesh_member, registry, &parts, &added);
-        // Nearly sorted, so that `finish` has little to sort.
+        // Sorts the new Peers by node. Then they are nearly in the order of their names, and `finish` has little to sort.
         let mut unsorted: Vec<_> = self.peers.drain(first..).map(Some).collect();
         let positions = registry.sorted_by_name().iter().filter_map(|index| added[*index]);
         self.peers
@@ -108,8 +108,8 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         }
     }
 
-    /// Adds the Peers of the registered nodes of a source. `keepalive` = that of its Peers with an endpoint. Returns, for each registered
-    /// node, the position of its Peer in `peers`.
+    /// Adds the Peers of the registered nodes of a source. `keepalive` is the keepalive of those Peers that have an endpoint.
+    /// Returns, for each registered node, the position of its Peer in `peers`.
     fn add_registered(
         &mut self,
         source: &str,

@@ -1,5 +1,5 @@
-//! Tests which changes are followed, and which plan all meshes anew. That a followed plan is right is tested with generated input
-//! (`crates/core/tests/properties/follow.rs`).
+//! Tests which changes the planner follows (it updates its last plan), and which changes make it plan all meshes anew.
+//! Tests with generated input check that an updated plan is right (`crates/core/tests/properties/follow.rs`).
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use super::*;
 use crate::planner::Planner;
 
 /// Why all meshes were planned anew, and the steps.
-type Outcome = (Option<Anew>, Vec<(Action, String)>);
+type Outcome = (Option<NotFollowed>, Vec<(Action, String)>);
 
 /// A mesh of two clusters to which all objects were written.
 struct Followed {
@@ -36,7 +36,7 @@ impl Followed {
         let meshes = std::slice::from_ref(&self.mesh);
         let planned = self.planner.plan(meshes, &seen, &Settings::default(), &TestNaming);
         let steps = planned.steps.values().flat_map(|steps| summaries(steps));
-        (planned.anew, steps.collect())
+        (planned.not_followed, steps.collect())
     }
 
     fn edit(&mut self, change: impl FnOnce(&mut Member)) -> Outcome {
@@ -161,7 +161,7 @@ fn mesh_that_shares_a_cluster_is_not_followed() {
         let seen = Arc::new(seen.clone());
         mesh.planner
             .plan(&meshes, &seen, &Settings::default(), &TestNaming)
-            .anew
+            .not_followed
     };
     assert_eq!(plan(&mesh.seen), Some("the ClusterMeshes or the settings changed"));
     edit(&mut mesh.seen, &secret("tenant"), |m| {

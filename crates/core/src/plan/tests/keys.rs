@@ -308,8 +308,8 @@ fn peer_with_other_labels_or_key_is_not_adopted() {
     };
     let remedy =
         ". This Peer has lost its label kilo-clustermesh.io/mesh: delete it, and the controller writes the Node's Peer";
-    // The Peer has no mesh label, and its other labels are those of a person's Peer (none), of another hub, of another namespace, or of
-    // another source.
+    // In each case the Peer has no mesh label. In the first case it has no other label either, as a Peer that a person
+    // wrote. In the other cases its hub, namespace or source is another one.
     assert_eq!(changed(&|peer| peer.owner = Owner::default()), refused(""));
     assert_eq!(changed(&|peer| peer.owner.hub = Some("other".into())), refused(""));
     assert_eq!(

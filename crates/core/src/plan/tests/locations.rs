@@ -65,7 +65,7 @@ fn own_nodes_have_peers_with_all_their_addresses() {
             role: PeerRole::OwnNode("east".into()),
         };
         assert_eq!(plan.targets["tenant"].peers[X].spec, expected);
-        // Other members see what they see without locations.
+        // The Peers in other members are the same as without `Locations::Connected`.
         let in_hub = &plan.targets["mgmt"].peers[X].spec;
         assert!(!in_hub.allowed_ips.contains(&"172.30.2.1/32".parse().unwrap()));
         assert_eq!(in_hub.role, PeerRole::Node);

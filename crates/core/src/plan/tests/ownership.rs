@@ -98,8 +98,9 @@ fn copied_key_stays_with_the_local_cluster() {
         mesh_plan.clusters["tenant"].skipped[0].reason,
         Reason::PublicKeyDuplicate
     );
-    // No node of tenant runs kg here. If one did, Node a of mgmt would get no Peer in tenant, although it owns the key: such a Peer
-    // would make kg remove the copying Node x from the mesh inside tenant.
+    // Node a of mgmt owns the key, and keeps its Peer in tenant although Node x there has copied the key. If kg served tenant,
+    // the planner would leave this Peer out: kg removes a node of its own cluster, here x, from its mesh if a Peer has the
+    // node's key.
     assert_eq!(
         mesh_plan.clusters["mgmt"].registered, 2,
         "only the copy is skipped: the owner keeps its Peer in tenant"

@@ -53,8 +53,13 @@ fn change_node(seen: &mut Observations, identity: &ClusterIdentity, name: &str, 
     edit(seen, identity, |member| change(member.nodes.get_mut(name).unwrap()));
 }
 
-fn set_key(seen: &mut Observations, identity: &ClusterIdentity, node: &str, n: u8) {
-    change_node(seen, identity, node, |node| node.public_key = Claim::Valid(key(n)));
+fn set_key(seen: &mut Observations, identity: &ClusterIdentity, node: &str, key: PublicKey) {
+    change_node(seen, identity, node, |node| node.public_key = Claim::Valid(key));
+}
+
+/// The key of the node that [`node`] returns.
+fn key_of_node(cluster: u8, n: u8) -> PublicKey {
+    *node(cluster, n).public_key.value().unwrap()
 }
 
 fn remove_peer(seen: &mut Observations, identity: &ClusterIdentity, name: &str) {
@@ -86,7 +91,8 @@ fn address_of_quarantined_node_enters_closed_policy() {
     let (mut mesh, mut seen) = (two_clusters(), seen());
     mesh.clusters[0].quarantine = true;
     mesh.clusters[1].addressing = Addressing::Masqueraded;
-    // The policy leaves out 10.1.0.0/16, because the target's own pods are in it, and contains the networks of the Peers.
+    // The tenant's pods lie in the hub's network 10.1.0.0/16. So the tenant's policy for the hub leaves this network out, and
+    // contains the allowed IPs of the hub's Peers instead.
     change_node(&mut seen, &secret("tenant"), "x", |x| {
         x.pod_cidrs = vec![Claim::Valid("10.1.7.0/24".parse().unwrap())];
     });
@@ -97,9 +103,9 @@ fn address_of_quarantined_node_enters_closed_policy() {
 #[test]
 fn deleted_peers_release_a_duplicate_key() {
     let (mesh, mut seen) = three_clusters();
-    set_key(&mut seen, &secret("third"), "z", 7);
+    set_key(&mut seen, &secret("third"), "z", key(7));
     // `z` has the key in its Peers, so `x` does not get it.
-    let mut followed = Followed::new(mesh, seen, |seen| set_key(seen, &secret("tenant"), "x", 7));
+    let mut followed = Followed::new(mesh, seen, |seen| set_key(seen, &secret("tenant"), "x", key(7)));
     followed.check(|seen| {
         remove_peer(seen, &HUB, "m--third--z");
         remove_peer(seen, &secret("tenant"), "m--third--z");
@@ -109,14 +115,16 @@ fn deleted_peers_release_a_duplicate_key() {
 #[test]
 fn changed_keys_of_two_members_end_a_duplicate() {
     let (mut mesh, mut seen) = (two_clusters(), seen());
+    // The hub has no PeerPolicies, so it gets no Peers of the quarantined tenant. Otherwise the Peer of `x` would be missing in
+    // the hub because of the duplicate key, and this alone would make the planner plan anew.
     mesh.clusters[1].quarantine = true;
     edit(&mut seen, &HUB, |member| member.policies = None);
-    set_key(&mut seen, &HUB, "a", 7);
-    set_key(&mut seen, &secret("tenant"), "x", 7);
+    set_key(&mut seen, &HUB, "a", key(7));
+    set_key(&mut seen, &secret("tenant"), "x", key(7));
     let mut followed = Followed::new(mesh, seen, |_| {});
     followed.check(|seen| {
-        set_key(seen, &HUB, "a", 8);
-        set_key(seen, &secret("tenant"), "x", 9);
+        set_key(seen, &HUB, "a", key(8));
+        set_key(seen, &secret("tenant"), "x", key(9));
     });
 }
 
@@ -136,8 +144,10 @@ fn invalidate_address(node: &mut Node) {
     node.wireguard_ip = Claim::Invalid("x".into());
 }
 
+/// `x` and `y` publish neither a valid WireGuard address nor a granularity. Each keeps its Peer, until the Peer of `y` is
+/// deleted: then `x` counts as the leader of `y`.
 #[test]
-fn kilo_node_whose_peer_is_deleted_follows_another_node() {
+fn kilo_node_whose_peer_is_deleted_gets_a_leader() {
     let mut seen = seen();
     kilo_nodes(&mut seen);
     let mut followed = Followed::new(two_clusters(), seen, |seen| {
@@ -147,8 +157,10 @@ fn kilo_node_whose_peer_is_deleted_follows_another_node() {
     followed.check(|seen| remove_peer(seen, &HUB, "m--tenant--y"));
 }
 
+/// `y` has neither a WireGuard address nor a Peer. When the address of `x`, which has a Peer, becomes invalid, `x` counts as the
+/// leader of `y`.
 #[test]
-fn kilo_node_that_loses_its_address_leads_others() {
+fn kilo_node_without_an_address_becomes_a_leader() {
     let mut seen = seen();
     kilo_nodes(&mut seen);
     change_node(&mut seen, &secret("tenant"), "y", |y| y.wireguard_ip = Claim::Absent);
@@ -156,8 +168,11 @@ fn kilo_node_that_loses_its_address_leads_others() {
     followed.check(|seen| change_node(seen, &secret("tenant"), "x", invalidate_address));
 }
 
+/// The Peer of `z` has the source label of the tenant, and the keepalive for NATs. Because of this Peer, the planner gives the
+/// keepalive to the tenant's Peers in the hub, until the label is corrected. The Peers of `third` have the keepalive in any case,
+/// because of the Peer of `y`.
 #[test]
-fn corrected_label_ends_a_keepalive_for_nats() {
+fn corrected_source_label_ends_keepalive_of_wrong_source() {
     let (mesh, mut seen) = three_clusters();
     edit(&mut seen, &secret("third"), |member| {
         member.nodes.insert("y".into(), node(3, 2));
@@ -178,19 +193,21 @@ fn corrected_label_ends_a_keepalive_for_nats() {
     });
 }
 
+/// `x` gets the key of the Peer `m--tenant--y`, but not its name, because that is the name of `y` by the naming rule.
 #[test]
-fn name_of_another_node_is_not_kept() {
+fn peer_name_of_another_node_is_not_kept() {
     let mut seen = seen();
     edit(&mut seen, &secret("tenant"), |member| {
         member.nodes.insert("y".into(), node(2, 2));
     });
     let mut followed = Followed::new(two_clusters(), seen, |seen| {
+        // `y` keeps the name `foo`.
         copy_peer(seen, &HUB, "m--tenant--y", "foo", |_, _| {});
         copy_peer(seen, &HUB, "m--tenant--y", "m--tenant--y", |_, spec| {
             spec.public_key = key(7)
         });
     });
-    followed.check(|seen| set_key(seen, &secret("tenant"), "x", 7));
+    followed.check(|seen| set_key(seen, &secret("tenant"), "x", key(7)));
 }
 
 #[test]
@@ -201,8 +218,9 @@ fn name_of_a_gone_node_is_kept_by_another() {
     });
     let mut followed = Followed::new(two_clusters(), seen, |seen| {
         remove_peer(seen, &HUB, "m--tenant--y");
+        // The key of `y`.
         copy_peer(seen, &HUB, "m--tenant--x", "m--tenant--x", |_, spec| {
-            spec.public_key = key(34)
+            spec.public_key = key_of_node(2, 2)
         });
     });
     followed.check(|seen| edit(seen, &secret("tenant"), |member| assert!(member.nodes.remove("x"))));
@@ -228,7 +246,8 @@ fn peer_that_a_stale_member_retains_keeps_its_name() {
     });
     followed.check(|seen| {
         change(seen, &|member| {
-            member.nodes.get_mut("x").unwrap().public_key = Claim::Valid(key(34))
+            // The key of `y`.
+            member.nodes.get_mut("x").unwrap().public_key = Claim::Valid(key_of_node(2, 2))
         });
     });
 }
@@ -239,7 +258,7 @@ fn anchor_that_returns_before_its_peer_is_deleted_stays_anchor() {
     edit(&mut seen, &HUB, |member| assert!(member.nodes.remove("b")));
     let mut followed = Followed::new(mesh, seen, |seen| {
         copy_peer(seen, &secret("tenant"), "m--mgmt--a", "m--mgmt--b", |_, spec| {
-            spec.public_key = key(18);
+            spec.public_key = key_of_node(1, 2);
             assert!(spec.allowed_ips.contains(&nets(&["10.96.0.0/16"])[0]));
         });
     });
@@ -289,5 +308,6 @@ fn key_in_a_peer_of_an_unobserved_member_stays_taken() {
         seen.members
             .insert(secret("third"), Observation::Unreachable("refused".into()));
     });
-    followed.check(|seen| set_key(seen, &secret("tenant"), "x", 49));
+    // The key of `z`.
+    followed.check(|seen| set_key(seen, &secret("tenant"), "x", key_of_node(3, 1)));
 }

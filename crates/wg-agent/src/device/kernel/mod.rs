@@ -72,8 +72,8 @@ impl Kernel {
                         let _ = netlink_link::delete(&links, made);
                         return Err(error);
                     }
-                    // The userspace backend's TAI64N timestamps (boringtun's) include 27 leap seconds, the kernel's do not. Peers
-                    // refuse an initiation with an older timestamp as a replay.
+                    // The userspace backend uses boringtun, whose TAI64N timestamps include 27 leap seconds. The kernel's do not.
+                    // Peers refuse an initiation with an older timestamp as a replay.
                     tracing::warn!(
                         interface,
                         "this node moves from the userspace backend to the kernel's: for the first 27 s peers refuse the handshakes that \
@@ -170,7 +170,7 @@ impl Kernel {
 
     fn change(&mut self, wanted: &Configuration, is_key_new: bool) -> Result<(), DeviceError> {
         // The port is set first: if it is in use, the old configuration stays. Each value has its own request, so that
-        // `self.configuration` is right after an error.
+        // an error leaves `self.configuration` correct.
         if wanted.listen_port != self.configuration.listen_port {
             self.set_port(wanted.listen_port)?;
             self.configuration.listen_port = wanted.listen_port;

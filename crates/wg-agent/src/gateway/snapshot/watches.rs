@@ -76,7 +76,8 @@ impl<V> SnapshotSink<V> {
             Failure::AccessDenied => !namespace.is_listed() || since.elapsed() >= DENIAL_GRACE,
             // The failure becomes lasting when every request of `probe_api_server` has succeeded for `--grant-timeout` since the watch
             // failed. If those requests fail, all grants close anyway after this time: the element of the set `alive` in the gateway's
-            // nftables table expires. Open connections continue when the gateway renews the element.
+            // nftables table expires. Open connections then continue when the gateway renews the element, unlike after a lasting
+            // failure.
             Failure::Other => answers_since.is_some_and(|answers| answers.max(since).elapsed() >= self.store.timeout),
         };
         let lasting = failure.filter(is_lasting);

@@ -134,7 +134,7 @@ fn node_that_cannot_be_read_does_not_delay_others() {
 }
 
 #[test]
-fn list_precedes_table_and_follows_a_new_own_address() {
+fn list_precedes_table_and_is_hastened_by_new_own_address() {
     let now = Instant::now();
     let mut plan = plan(now);
     let after = |seconds| now + Duration::from_secs(seconds);
@@ -143,6 +143,7 @@ fn list_precedes_table_and_follows_a_new_own_address() {
     assert!((after(5)..=after(10)).contains(&table));
     assert!((after(180)..=after(360)).contains(&list));
     assert_eq!(plan.next(now), (table, Step::Table));
+    // Both are overdue, so the list comes first.
     assert_eq!(plan.next(after(400)).1, Step::List);
     plan.set_own_address(now);
     let list = plan.next_list.unwrap();

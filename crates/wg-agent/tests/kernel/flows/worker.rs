@@ -83,7 +83,7 @@ pub(crate) fn worker_forwards_node_port_connections_into_the_tunnel(f: &'static 
     let capture = Capture::start(&w.worker, "eth0", &format!("dst host {}", f.hub2_pod));
     // The Peer of the first hub node contains the second node's pods, so the packets pass the first node, which masquerades them.
     assert_eq!(source_of(&w.mesh.hub_pod, f.worker, 30080), f.hub);
-    // The last captured packet is sent from the worker to the hub's bridge.
+    // `finish` sends an end packet from the worker to the hub's bridge, and waits until the capture contains it.
     let on_eth0 = capture.finish(&w.worker, f.worker, f.hub_bridge);
     assert_eq!(on_eth0, Vec::<String>::new());
 }

@@ -150,7 +150,7 @@ fn quarantined_member_is_closed_and_keeps_its_peers() {
 /// A node of the hub has a podCIDR inside the quarantined member's network, so the PeerPolicy does not contain the whole network.
 // threat: quarantine
 #[test]
-fn quarantine_closes_peers_beside_own_pods() {
+fn quarantine_closes_peers_but_not_own_pods() {
     let (mut mesh, mut seen) = mesh_with_sandbox();
     mesh.clusters[0].locations = Locations::Connected;
     mesh.clusters[2].allowed.extend(nets(&["10.3.0.0/16"]));

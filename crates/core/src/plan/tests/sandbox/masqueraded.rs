@@ -78,7 +78,7 @@ fn importer_that_kg_serves_cannot_use_gateways() {
 
 // threat: sandbox-copies-key
 #[test]
-fn gateway_with_a_copied_key_takes_no_nodes_place() {
+fn gateway_with_a_copied_key_replaces_no_node() {
     let (mut mesh, mut seen) = mesh_with_masqueraded_exporter();
     mesh.clusters
         .push(entry("other", secret("other"), &["10.3.0.0/16", "100.66.3.0/24"]));
@@ -148,11 +148,12 @@ fn one_node_of_kg_does_not_end_the_imports() {
     assert_eq!(gateway_peers(&plan_mesh(&mesh, &seen).1).len(), 2);
 }
 
-/// After a restart of the controller, an exporter may not be observed. The existing PeerPolicy has its gateways among `networks`.
+/// After a restart of the controller, an exporter may still be unobserved. The existing PeerPolicy for the exporter has the
+/// exporter's gateways among `networks`.
 #[test]
 fn gateways_of_an_unobserved_exporter_become_no_sources() {
     let (mut mesh, mut seen) = mesh_with_masqueraded_exporter();
-    // The exporter is the tenant, because the hub is always observed.
+    // The exporter becomes a remote member instead of the hub, because the hub is always observed.
     mesh.clusters[0].identity = secret("exporter");
     let exporter = seen.members.remove(&ClusterIdentity::Local).unwrap();
     seen.members.insert(secret("exporter"), exporter);
