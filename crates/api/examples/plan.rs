@@ -207,15 +207,15 @@ impl World {
                     Item::Peer(name, None) => drop(member.peers.as_mut().unwrap().remove(&name)),
                     Item::Peer(name, Some(spec)) => {
                         let peer = ObservedPeer {
-                            owner: step.owner,
-                            spec: Ok(spec),
+                            owner: Arc::unwrap_or_clone(step.owner),
+                            spec: Ok(Arc::unwrap_or_clone(spec)),
                         };
                         member.peers.as_mut().unwrap().insert(name, peer);
                     }
                     Item::Policy(name, Some(spec)) => {
                         let policy = ObservedPolicy {
-                            owner: step.owner,
-                            spec: Ok(spec),
+                            owner: Arc::unwrap_or_clone(step.owner),
+                            spec: Ok(*spec),
                         };
                         member.policies.as_mut().unwrap().insert(name, policy);
                     }

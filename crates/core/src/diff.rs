@@ -49,15 +49,15 @@ impl Action {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Item {
     /// A Peer, by name.
-    Peer(String, Option<PeerSpec>),
+    Peer(String, Option<Arc<PeerSpec>>),
     /// A PeerPolicy, by name.
-    Policy(String, Option<PolicySpec>),
+    Policy(String, Option<Box<PolicySpec>>),
     /// A SandboxAccess, by name.
-    Access(String, Option<AccessSpec>),
+    Access(String, Option<Box<AccessSpec>>),
     /// A mirrored Service.
     Service(ObjectName, Option<Mirror>),
     /// An EndpointSlice of a mirrored Service, with the name of the Service.
-    Slice(ObjectName, Option<(String, PlannedSlice)>),
+    Slice(ObjectName, Option<Box<(String, PlannedSlice)>>),
 }
 
 impl Item {
@@ -93,7 +93,7 @@ pub struct Step {
     /// The object and its desired value.
     pub item: Item,
     /// The ownership labels that the object should have; for a delete, those that it has.
-    pub owner: Owner,
+    pub owner: Arc<Owner>,
     /// The fields that differ (updates only).
     pub fields: Vec<&'static str>,
 }
@@ -168,7 +168,8 @@ fn steps(differ: Differ<'_>, member: &Member) -> Vec<Arc<Step>> {
             policies.map(|(name, policy)| (Cow::Borrowed(&**name), &*policy.source, Cow::Borrowed(&policy.spec)))
         });
         let superseded = |_: &str, policy: &PolicySpec| differ.is_any_connected(&policy.networks);
-        steps.extend(differ.compare(existing, desired, Item::Policy, superseded, policy_fields));
+        let item = |name, spec: Option<PolicySpec>| Item::Policy(name, spec.map(Box::new));
+        steps.extend(differ.compare(existing, desired, item, superseded, policy_fields));
     }
     if let Some(existing) = &member.accesses {
         let existing = existing
@@ -179,7 +180,8 @@ fn steps(differ: Differ<'_>, member: &Member) -> Vec<Arc<Step>> {
             accesses.map(|(name, access)| (Cow::Borrowed(&**name), &*access.source, Cow::Borrowed(&access.spec)))
         });
         let superseded = |_: &str, access: &AccessSpec| differ.is_any_connected(&access.networks);
-        steps.extend(differ.compare(existing, desired, Item::Access, superseded, access_fields));
+        let item = |name, spec: Option<AccessSpec>| Item::Access(name, spec.map(Box::new));
+        steps.extend(differ.compare(existing, desired, item, superseded, access_fields));
     }
     let mirrors: BTreeMap<&ObjectName, Mirror> = member
         .services
@@ -360,23 +362,24 @@ impl<'a> Differ<'a> {
     /// Compares the objects of one kind. `superseded` = an active mesh replaces the object, so it is deleted even if it is an
     /// orphan ([`Self::mesh_allowing_delete`]). `fields` lists the fields that differ.
     /// Both `existing` and `desired` are sorted by name. The steps are: all deletes, then the others, each by name.
-    fn compare<'v, K: ?Sized + Ord + ToOwned + 'v, V: Clone + 'v>(
+    fn compare<'v, K: ?Sized + Ord + ToOwned + 'v, E: 'v, V: Clone>(
         &self,
-        existing: impl Iterator<Item = (&'v K, &'v Owner, Option<&'v V>)>,
+        existing: impl Iterator<Item = (&'v K, &'v Owner, Option<&'v E>)>,
         desired: Vec<Desired<'_, K, V>>,
         item: impl Fn(K::Owned, Option<V>) -> Item,
-        superseded: impl Fn(&K, &V) -> bool,
-        fields: impl Fn(&V, &V) -> Vec<&'static str>,
+        superseded: impl Fn(&K, &E) -> bool,
+        fields: impl Fn(&E, &V) -> Vec<&'static str>,
     ) -> Vec<Arc<Step>> {
         let (mut steps, mut writes) = (Vec::new(), Vec::new());
+        let mut last_owner: Option<Arc<Owner>> = None;
         let mut existing = existing.peekable();
-        let mut delete = |(name, owner, value): (&K, &Owner, Option<&V>)| {
+        let mut delete = |(name, owner, value): (&K, &Owner, Option<&E>)| {
             let mesh = self.mesh_allowing_delete(owner, || value.is_some_and(|value| superseded(name, value)));
             let step = |mesh| Step {
                 mesh,
                 action: Action::Delete,
                 item: item(name.to_owned(), None),
-                owner: owner.clone(),
+                owner: Arc::new(owner.clone()),
                 fields: vec![],
             };
             steps.extend(mesh.map(|mesh| Arc::new(step(mesh))));
@@ -410,11 +413,16 @@ impl<'a> Differ<'a> {
                     (Action::Update, differing)
                 }
             };
+            // Objects of one source usually follow each other.
+            let owner = match &mut last_owner {
+                Some(owner) if self.is_owner(owner, mesh, source) => owner,
+                last => last.insert(Arc::new(self.owner(mesh, source))),
+            };
             writes.push(Arc::new(Step {
                 mesh: mesh.clone(),
                 action,
                 item: item(name.into_owned(), Some(value.into_owned())),
-                owner: self.owner(mesh, source),
+                owner: Arc::clone(owner),
                 fields,
             }));
         }
@@ -454,7 +462,9 @@ impl<'a> Differ<'a> {
             let peers = all.chain(chosen);
             peers.map(|(name, peer)| (Cow::Borrowed(&**name), &*peer.source, Cow::Borrowed(&peer.spec)))
         });
-        self.compare(existing, desired, Item::Peer, superseded, peer_fields)
+        self.compare(existing, desired, Item::Peer, superseded, |old, new: &Arc<PeerSpec>| {
+            peer_fields(old, new)
+        })
     }
 
     /// Whether an active mesh connects one of these networks to this member.

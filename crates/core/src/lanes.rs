@@ -147,7 +147,7 @@ impl SourceGroups {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::observe::{Owner, PeerRole, PeerSpec, PolicySpec};
+    use crate::observe::{Owner, PeerRole, PeerSpec};
 
     fn owner(source: &str) -> Owner {
         Owner {
@@ -177,7 +177,7 @@ mod tests {
             },
             action,
             item,
-            owner: owner(source),
+            owner: owner(source).into(),
             fields: vec![],
         })
     }
@@ -219,31 +219,27 @@ mod tests {
             ("rekeyed", "a", spec(4, &["10.4.0.0/24", "10.4.1.0/24"])),
         ]);
         let steps = vec![
-            step(
-                "a",
-                Action::Update,
-                Item::Policy("policy".into(), Some(PolicySpec::default())),
-            ),
+            step("a", Action::Update, Item::Policy("policy".into(), Some(Box::default()))),
             step("a", Action::Delete, Item::Peer("gone".into(), None)),
             step(
                 "a",
                 Action::Update,
-                Item::Peer("narrower".into(), Some(spec(2, &["10.2.0.0/24"]))),
+                Item::Peer("narrower".into(), Some(spec(2, &["10.2.0.0/24"]).into())),
             ),
             step(
                 "a",
                 Action::Update,
-                Item::Peer("wider".into(), Some(spec(3, &["10.3.0.0/23"]))),
+                Item::Peer("wider".into(), Some(spec(3, &["10.3.0.0/23"]).into())),
             ),
             step(
                 "a",
                 Action::Update,
-                Item::Peer("rekeyed".into(), Some(spec(5, &["10.4.0.0/24"]))),
+                Item::Peer("rekeyed".into(), Some(spec(5, &["10.4.0.0/24"]).into())),
             ),
             step(
                 "b",
                 Action::Create,
-                Item::Peer("new".into(), Some(spec(6, &["10.6.0.0/24"]))),
+                Item::Peer("new".into(), Some(spec(6, &["10.6.0.0/24"]).into())),
             ),
             // The delete of a policy is not revoking.
             step("b", Action::Delete, Item::Policy("last".into(), None)),
@@ -262,7 +258,7 @@ mod tests {
             step(
                 "a",
                 Action::Update,
-                Item::Peer("gains".into(), Some(spec(2, &["10.1.0.0/24"]))),
+                Item::Peer("gains".into(), Some(spec(2, &["10.1.0.0/24"]).into())),
             ),
             step("a", Action::Delete, Item::Peer("loses".into(), None)),
         ];
@@ -280,7 +276,7 @@ mod tests {
             step(
                 "b",
                 Action::Create,
-                Item::Peer("new".into(), Some(spec(1, &["10.1.0.0/24"]))),
+                Item::Peer("new".into(), Some(spec(1, &["10.1.0.0/24"]).into())),
             ),
             step("c", Action::Delete, Item::Peer("other".into(), None)),
         ];

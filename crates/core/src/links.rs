@@ -78,6 +78,8 @@ pub fn find_broken(plan: &MeshPlan, reports: &BTreeMap<String, Vec<BTreeMap<Stri
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::*;
     use crate::{
         key::PublicKey,
@@ -91,14 +93,14 @@ mod tests {
             let peer = |node: &str| PlannedPeer {
                 source: source.into(),
                 node: node.into(),
-                spec: PeerSpec {
+                spec: Arc::new(PeerSpec {
                     public_key: PublicKey::new([1; 32]),
                     allowed_ips: Default::default(),
                     endpoint: None,
                     candidates: Vec::new(),
                     persistent_keepalive: 0,
                     role: PeerRole::Node,
-                },
+                }),
             };
             TargetPlan {
                 peers: ["1", "2"].map(|node| (node.to_owned(), peer(node).into())).into(),

@@ -1,19 +1,27 @@
 //! Applies a plan to a scenario: computes the state after all steps are written.
 
+use std::sync::Arc;
+
 use clustermesh_core::{
     diff::{Item, Step},
-    observe::{Member, Observation, ObservedAccess, ObservedPeer, ObservedPolicy, Service, Slice},
+    observe::{Member, Observation, ObservedAccess, ObservedPeer, ObservedPolicy, Owner, Service, Slice},
 };
 
 use crate::{Scenario, planned, steps};
 
 fn write(member: &mut Member, step: &Step) {
-    let owner = step.owner.clone();
+    let owner = Owner::clone(&step.owner);
     match step.item.clone() {
         Item::Peer(name, spec) => {
             let peers = member.peers.as_mut().expect("no Peer is written if its CRD is missing");
             match spec {
-                Some(spec) => peers.insert(name, ObservedPeer { owner, spec: Ok(spec) }),
+                Some(spec) => peers.insert(
+                    name,
+                    ObservedPeer {
+                        owner,
+                        spec: Ok(Arc::unwrap_or_clone(spec)),
+                    },
+                ),
                 None => drop(peers.remove(&name)),
             }
         }
@@ -23,7 +31,7 @@ fn write(member: &mut Member, step: &Step) {
                 .as_mut()
                 .expect("no PeerPolicy is written if its CRD is missing");
             match spec {
-                Some(spec) => drop(policies.insert(name, ObservedPolicy { owner, spec: Ok(spec) })),
+                Some(spec) => drop(policies.insert(name, ObservedPolicy { owner, spec: Ok(*spec) })),
                 None => drop(policies.remove(&name)),
             }
         }
@@ -38,7 +46,7 @@ fn write(member: &mut Member, step: &Step) {
                     ObservedAccess {
                         owner,
                         generation: 1,
-                        spec: Ok(spec),
+                        spec: Ok(*spec),
                     },
                 )),
                 None => drop(accesses.remove(&name)),
@@ -55,7 +63,8 @@ fn write(member: &mut Member, step: &Step) {
             member.services.insert(name, service);
         }
         Item::Service(name, None) => drop(member.services.remove(&name)),
-        Item::Slice(name, Some((service, slice))) => {
+        Item::Slice(name, Some(slice)) => {
+            let (service, slice) = *slice;
             let slice = Slice {
                 managed: Some(owner),
                 service,

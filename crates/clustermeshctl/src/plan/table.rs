@@ -187,19 +187,19 @@ fn details(step: &Step, member: &Member) -> Vec<String> {
             let existing = member.peers.as_ref().and_then(|peers| peers.get(name));
             let old = existing.map(|peer| peer.spec.as_ref());
             let owner = existing.map(|peer| &peer.owner);
-            compare(step, planned.as_ref(), old, owner, describe_peer, peer_changes)
+            compare(step, planned.as_deref(), old, owner, describe_peer, peer_changes)
         }
         Item::Policy(name, planned) => {
             let existing = member.policies.as_ref().and_then(|policies| policies.get(name));
             let old = existing.map(|policy| policy.spec.as_ref());
             let owner = existing.map(|policy| &policy.owner);
-            compare(step, planned.as_ref(), old, owner, describe_policy, policy_changes)
+            compare(step, planned.as_deref(), old, owner, describe_policy, policy_changes)
         }
         Item::Access(name, planned) => {
             let existing = member.accesses.as_ref().and_then(|accesses| accesses.get(name));
             let old = existing.map(|access| access.spec.as_ref());
             let owner = existing.map(|access| &access.owner);
-            compare(step, planned.as_ref(), old, owner, describe_access, |old, new| {
+            compare(step, planned.as_deref(), old, owner, describe_access, |old, new| {
                 describe_access(old)
                     .iter()
                     .zip(describe_access(new))
@@ -242,7 +242,7 @@ fn details(step: &Step, member: &Member) -> Vec<String> {
             });
             let old = before.as_ref().map(Ok);
             let owner = existing.and_then(|slice| slice.managed.as_ref());
-            let planned = planned.as_ref().map(|(_, slice)| slice);
+            let planned = planned.as_deref().map(|(_, slice)| slice);
             compare(step, planned, old, owner, describe_slice, slice_changes)
         }
     }

@@ -133,7 +133,7 @@ mod tests {
                 persistent_keepalive: 0,
                 role: PeerRole::Node,
             };
-            Content::of(&Item::Peer(name.to_owned(), Some(spec)))
+            Content::of(&Item::Peer(name.to_owned(), Some(spec.into())))
         };
         let first = item("a", 1, 1);
         assert_eq!(first, item("a", 1, 1));

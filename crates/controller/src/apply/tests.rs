@@ -6,7 +6,7 @@ use clustermesh_core::{
     diff::{Action, Item},
     key::PublicKey,
     lanes,
-    observe::{Member, Owner, PeerRole, PeerSpec, PolicySpec},
+    observe::{Member, Owner, PeerRole, PeerSpec},
     ownership::Claimant,
 };
 use kube::client::Body;
@@ -32,7 +32,7 @@ fn step(source: &str, item: Item, action: Action) -> Arc<Step> {
         mesh: mesh(),
         action,
         item,
-        owner,
+        owner: owner.into(),
         fields: vec![],
     })
 }
@@ -49,11 +49,11 @@ fn peer_step(source: &str, n: u16, action: Action) -> Arc<Step> {
         persistent_keepalive: 0,
         role: PeerRole::Node,
     };
-    step(source, Item::Peer(format!("{source}-{n}"), Some(spec)), action)
+    step(source, Item::Peer(format!("{source}-{n}"), Some(spec.into())), action)
 }
 
 fn policy_step(source: &str) -> Arc<Step> {
-    let item = Item::Policy(format!("policy-{source}"), Some(PolicySpec::default()));
+    let item = Item::Policy(format!("policy-{source}"), Some(Box::default()));
     step(source, item, Action::Create)
 }
 

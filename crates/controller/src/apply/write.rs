@@ -168,7 +168,7 @@ pub(super) async fn write_step(step: &Step, connection: &Connection) -> Outcome 
             writer.write(Service::default, claims).await
         }
         Item::Slice(name, slice) => {
-            let update = slice.as_ref().map(|(service, planned)| -> Update<'_, EndpointSlice> {
+            let update = slice.as_deref().map(|(service, planned)| -> Update<'_, EndpointSlice> {
                 Box::new(move |o| convert::service::update_slice(o, service, planned, owner))
             });
             let writer = ObjectWriter {

@@ -27,7 +27,7 @@ pub(crate) fn existing_spec<'a>(step: &Step, existing: &'a Rows<ObservedPeer>) -
 
 pub(crate) fn desired_spec(step: &Step) -> Option<&PeerSpec> {
     match &step.item {
-        Item::Peer(_, spec) => spec.as_ref(),
+        Item::Peer(_, spec) => spec.as_deref(),
         _ => None,
     }
 }

@@ -58,12 +58,19 @@ impl Differ<'_> {
             .collect();
         let superseded =
             |name: &ObjectName, (service, _): &ServiceAndSlice| services.contains(&service_of(name, service));
-        self.compare(existing, desired, Item::Slice, superseded, |(_, old), (_, new)| {
-            differing([
-                ("addressType", old.v6 != new.v6),
-                ("ports", old.ports != new.ports),
-                ("endpoints", old.endpoints != new.endpoints),
-            ])
-        })
+        let item = |name, slice: Option<ServiceAndSlice>| Item::Slice(name, slice.map(Box::new));
+        self.compare(
+            existing,
+            desired,
+            item,
+            superseded,
+            |(_, old): &ServiceAndSlice, (_, new): &ServiceAndSlice| {
+                differing([
+                    ("addressType", old.v6 != new.v6),
+                    ("ports", old.ports != new.ports),
+                    ("endpoints", old.endpoints != new.endpoints),
+                ])
+            },
+        )
     }
 }

@@ -199,7 +199,7 @@ fn keep_one_owner_per_prefix(plan: &mut Plan, seen: &Observations, cluster: &Clu
             };
             for peer in target_plan.peers.values_mut() {
                 if peer.spec.allowed_ips.iter().any(is_lost) {
-                    Arc::make_mut(peer).spec.allowed_ips.retain(|net| !is_lost(net));
+                    peer.spec_mut().allowed_ips.retain(|net| !is_lost(net));
                 }
             }
         }

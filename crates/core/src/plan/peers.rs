@@ -277,14 +277,14 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
                 let peer = Arc::new(PlannedPeer {
                     source: source.to_owned(),
                     node: node.node.to_owned(),
-                    spec: PeerSpec {
+                    spec: Arc::new(PeerSpec {
                         public_key: node.key,
                         allowed_ips: prefixes.into_owned(),
                         endpoint,
                         candidates,
                         persistent_keepalive,
                         role,
-                    },
+                    }),
                 });
                 *shared = Some(Arc::clone(&peer));
                 peer
@@ -341,7 +341,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         let peer = PlannedPeer {
             source: source.to_owned(),
             node: name.to_owned(),
-            spec,
+            spec: Arc::new(spec),
         };
         self.add_named_peer(Cow::Owned(readable), Arc::new(peer), own_names);
     }

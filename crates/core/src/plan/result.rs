@@ -235,7 +235,14 @@ pub struct PlannedPeer {
     /// The node, or the gateway as NAMESPACE/NAME.
     pub node: String,
     /// The desired spec.
-    pub spec: PeerSpec,
+    pub spec: Arc<PeerSpec>,
+}
+
+impl PlannedPeer {
+    /// The spec of a Peer that several targets may share, to change it for one of them.
+    pub fn spec_mut(self: &mut Arc<Self>) -> &mut PeerSpec {
+        Arc::make_mut(&mut Arc::make_mut(self).spec)
+    }
 }
 
 /// A PeerPolicy that should exist in a target.

@@ -199,17 +199,20 @@ fn allowed<'a>(plan: &'a MeshPlan, target: &str, peer: &str) -> &'a BTreeSet<IpN
 /// Applies the steps to the observed state of a member, as its API server would.
 fn apply(member: &mut Member, steps: &[Arc<Step>]) {
     for step in steps {
-        let owner = step.owner.clone();
+        let owner = Owner::clone(&step.owner);
         match step.item.clone() {
             Item::Peer(name, Some(spec)) => {
-                let peer = ObservedPeer { owner, spec: Ok(spec) };
+                let peer = ObservedPeer {
+                    owner,
+                    spec: Ok(Arc::unwrap_or_clone(spec)),
+                };
                 member.peers.as_mut().unwrap().insert(name, peer);
             }
             Item::Peer(name, None) => {
                 member.peers.as_mut().unwrap().remove(&name);
             }
             Item::Policy(name, Some(spec)) => {
-                let policy = ObservedPolicy { owner, spec: Ok(spec) };
+                let policy = ObservedPolicy { owner, spec: Ok(*spec) };
                 member.policies.as_mut().unwrap().insert(name, policy);
             }
             Item::Policy(name, None) => {
@@ -219,7 +222,7 @@ fn apply(member: &mut Member, steps: &[Arc<Step>]) {
                 let access = ObservedAccess {
                     owner,
                     generation: 1,
-                    spec: Ok(spec),
+                    spec: Ok(*spec),
                 };
                 member.accesses.as_mut().unwrap().insert(name, access);
             }
@@ -241,7 +244,8 @@ fn apply(member: &mut Member, steps: &[Arc<Step>]) {
             Item::Service(name, None) => {
                 member.services.remove(&name);
             }
-            Item::Slice(name, Some((service, slice))) => {
+            Item::Slice(name, Some(slice)) => {
+                let (service, slice) = *slice;
                 let slice = Slice {
                     managed: Some(owner),
                     service,

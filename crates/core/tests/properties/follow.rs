@@ -290,7 +290,7 @@ fn write(member: &mut Member, step: &Step) {
     };
     match spec {
         Some(spec) => {
-            let (owner, spec) = (step.owner.clone(), Ok(spec.clone()));
+            let (owner, spec) = (Owner::clone(&step.owner), Ok(spec.as_ref().clone()));
             peers.insert(name.clone(), ObservedPeer { owner, spec });
         }
         None => drop(peers.remove(name)),

@@ -83,7 +83,7 @@ impl<'p> Pair<'p, '_> {
             };
             let mut peer = Arc::clone(peer);
             if !parts.is_empty() {
-                Arc::make_mut(&mut peer).spec.allowed_ips.extend(parts);
+                peer.spec_mut().allowed_ips.extend(parts);
             }
             let existing = self.planned().get(name);
             if old_name != Some(name) && (existing.is_some() || target_plan.contains_key(name)) {
@@ -137,11 +137,11 @@ impl<'p> Pair<'p, '_> {
             .ok_or("the last plan has no Peer of a changed Node with its name")?;
         let prefixes = &peer.spec.allowed_ips;
         let parts: Vec<IpNet> = planned.spec.allowed_ips.difference(prefixes).copied().collect();
-        let mut expected = PlannedPeer::clone(peer);
-        expected.spec.allowed_ips.extend(&parts);
+        let mut expected = Arc::clone(peer);
+        expected.spec_mut().allowed_ips.extend(&parts);
         let anchored = self.follower.kept.anchored_in_peers(self.source);
         let is_anchored = |part: &IpNet| anchored.iter().any(|net| net.contains(part));
-        if expected != **planned || !parts.iter().all(is_anchored) {
+        if expected != *planned || !parts.iter().all(is_anchored) {
             return Err("the Peer of a changed Node depends on other Nodes");
         }
         Ok(parts)

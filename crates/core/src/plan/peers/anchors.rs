@@ -1,9 +1,6 @@
 //! Adds the anchored networks of a member to its Peers in one target (design rule 6).
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    sync::Arc,
-};
+use std::collections::{BTreeMap, BTreeSet};
 
 use ipnet::IpNet;
 
@@ -86,10 +83,7 @@ impl<'a> PeerPlanner<'a, '_> {
             let holder = self.taken_prefixes.get(&part).cloned().or(holder);
             match holder {
                 None => {
-                    Arc::make_mut(&mut self.peers[position].peer)
-                        .spec
-                        .allowed_ips
-                        .insert(part);
+                    self.peers[position].peer.spec_mut().allowed_ips.insert(part);
                     if self.has_shared_claims {
                         self.taken_prefixes.insert(part, Holder::Node(node.into()));
                     }

@@ -6,7 +6,7 @@ use ipnet::IpNet;
 
 use super::{AddedPeer, PeerPlanner};
 use crate::{
-    observe::Endpoint,
+    observe::{Endpoint, PeerSpec},
     plan::{PlannedPeer, nodes, target::MeshMember},
 };
 
@@ -19,7 +19,7 @@ impl<'a> PeerPlanner<'a, '_> {
         source: &str,
         mesh_member: &MeshMember<'a>,
         node: &str,
-    ) -> Option<&mut PlannedPeer> {
+    ) -> Option<&mut PeerSpec> {
         // The existing Peer may have the readable name, or the name with a hash.
         let names = [false, true].map(|is_taken| self.inputs.naming.peer(self.inputs.mesh, source, node, is_taken));
         let existing = names.iter().find_map(|name| {
@@ -53,7 +53,7 @@ impl<'a> PeerPlanner<'a, '_> {
         let peer = PlannedPeer {
             source: source.to_owned(),
             node: node.to_owned(),
-            spec,
+            spec: Arc::new(spec),
         };
         self.take_claims(&name, &peer);
         self.peers.push(AddedPeer {
@@ -61,6 +61,6 @@ impl<'a> PeerPlanner<'a, '_> {
             peer: Arc::new(peer),
             existing: Some(existing),
         });
-        self.peers.last_mut().map(|added| Arc::make_mut(&mut added.peer))
+        self.peers.last_mut().map(|added| added.peer.spec_mut())
     }
 }

@@ -66,18 +66,18 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         let mut parts = anchored_parts(mesh_member, registry);
         parts.retain(|part| !self.own_pods.overlaps(*part));
         for node in registry.held.keys() {
-            let Some(peer) = self.hold_node(source, mesh_member, node) else {
+            let Some(spec) = self.hold_node(source, mesh_member, node) else {
                 continue;
             };
             let observed = mesh_member.last_observed().and_then(|member| member.nodes.get(node));
             if observed.is_some_and(|observed| observed.ready && !observed.deleting) {
                 // The node is Ready and will probably publish again soon: it keeps its anchored networks.
-                parts.retain(|part| !peer.spec.allowed_ips.contains(part));
+                parts.retain(|part| !spec.allowed_ips.contains(part));
             } else {
                 let lost: Vec<IpNet> = parts
                     .iter()
                     .copied()
-                    .filter(|part| peer.spec.allowed_ips.remove(part))
+                    .filter(|part| spec.allowed_ips.remove(part))
                     .collect();
                 lost.iter().for_each(|part| drop(self.taken_prefixes.remove(part)));
             }

@@ -31,7 +31,7 @@ fn candidates_for(mgmt_addresses: [&[&str]; 2], explicit: Option<&str>) -> Vec<s
         .clone();
     let first = spec.candidates.first().copied().map(Endpoint::Ip);
     assert_eq!(spec.endpoint, first, "kg reads only this endpoint, not the candidates");
-    spec.candidates
+    spec.candidates.clone()
 }
 
 #[test]

@@ -64,7 +64,7 @@ fn own_nodes_have_peers_with_all_their_addresses() {
             persistent_keepalive: 0,
             role: PeerRole::OwnNode("east".into()),
         };
-        assert_eq!(plan.targets["tenant"].peers[X].spec, expected);
+        assert_eq!(*plan.targets["tenant"].peers[X].spec, expected);
         // The Peers in other members are the same as without `Locations::Connected`.
         let in_hub = &plan.targets["mgmt"].peers[X].spec;
         assert!(!in_hub.allowed_ips.contains(&"172.30.2.1/32".parse().unwrap()));

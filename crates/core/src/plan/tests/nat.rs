@@ -38,7 +38,10 @@ fn report(seen: &mut Observations, by: (&ClusterIdentity, &str), key: PublicKey,
 }
 
 fn spec(mesh: &Mesh, seen: &Observations, target: &str, peer: &str) -> PeerSpec {
-    plan_mesh(mesh, seen).1.targets[target].peers[peer].spec.clone()
+    plan_mesh(mesh, seen).1.targets[target].peers[peer]
+        .spec
+        .as_ref()
+        .clone()
 }
 
 /// The endpoints of a Peer, best first.

@@ -9,7 +9,7 @@ fn peer_has_pod_cidr_wireguard_ip_and_endpoint_of_node() {
     let (_, plan) = plan_mesh(&two_clusters(), &seen());
     let peer = &plan.targets["mgmt"].peers["m--tenant--x"];
     assert_eq!(
-        peer.spec,
+        *peer.spec,
         PeerSpec {
             public_key: key(33),
             allowed_ips: net_set(&["10.2.1.0/24", "100.66.2.1/32"]),

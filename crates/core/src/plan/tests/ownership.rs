@@ -219,7 +219,7 @@ fn two_meshes_of_same_clusters_plan_one_peer_per_key() {
             hub: Some("hub".into()),
             source_cluster: Some("mgmt".into()),
         };
-        let mut spec = spec;
+        let mut spec = Arc::unwrap_or_clone(spec);
         spec.allowed_ips.insert("10.96.0.0/16".parse().unwrap());
         m.peers
             .as_mut()
