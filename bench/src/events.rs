@@ -89,9 +89,23 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         PORTS / 2
     );
     prereq::ensure(&args.prereq)?;
-    programs::build_optimised()?;
+    build()?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     runtime.block_on(measure(args))
+}
+
+/// Builds the programs of the lab, and the controller and this program as they are released.
+fn build() -> anyhow::Result<()> {
+    programs::build()?;
+    let measured = programs::measured()?;
+    std::fs::create_dir_all(&measured).with_context(|| format!("create {}", measured.display()))?;
+    let measured_programs = ["clustermesh-controller", "clustermesh-bench"];
+    let release = programs::build_release(&measured_programs)?;
+    for program in measured_programs {
+        let to = measured.join(program);
+        std::fs::copy(release.join(program), &to).with_context(|| format!("write {}", to.display()))?;
+    }
+    Ok(())
 }
 
 /// The running API servers.

@@ -176,8 +176,8 @@ async fn create_node(client: &Client, n: u16) -> anyhow::Result<()> {
         },
         "spec": {"podCIDR": pods, "podCIDRs": [pods]},
     });
-    // The agent's own Node has this annotation, too, as if the agent had run before: an agent that takes a new address lists all
-    // Nodes once more.
+    // The agent's own Node gets a WireGuard address, too, as if the agent had run before. Otherwise the agent would take a new
+    // address and list all Nodes once more.
     node["metadata"]["annotations"]["kilo.squat.ai/wireguard-ip"] = json!(format!("100.66.{}.{low}/16", high + 100));
     let images: Vec<Value> = (0..IMAGES)
         .map(|image| {

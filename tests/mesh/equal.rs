@@ -101,7 +101,8 @@ impl TestEnv<'_> {
         }
     }
 
-    /// The gateways of the tenant are the endpoints of its mirrored Service. Its pods see the gateways' addresses as clients.
+    /// The gateways of the tenant are the endpoints of its mirrored Service. The tenant's pods see the gateways' addresses
+    /// as clients.
     async fn services_of_a_tenant_answer_in_other_members(&self) {
         let [exporter, other] = &self.tenants;
         let gateways = json(&exporter.cluster, &["get", "pods", "-n", GATEWAYS]).await;

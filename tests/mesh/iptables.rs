@@ -1,6 +1,6 @@
-//! Tests on whole clusters that the flows work with kube-proxy in iptables mode. Then another program flushes a node's nftables
-//! ruleset: the test checks that the agent restores its table and that pods still reach each other. The test in `flows` uses
-//! kube-proxy in nftables mode.
+//! Tests that pods and nodes of whole clusters reach pods and Services of each other with kube-proxy in iptables mode. Then
+//! another program flushes a node's nftables ruleset: the test checks that the agent restores its table and that pods still reach
+//! each other. The test in `flows` uses kube-proxy in nftables mode.
 
 use std::time::Instant;
 

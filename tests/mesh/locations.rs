@@ -1,6 +1,7 @@
 //! Tests a member whose nodes are in three locations, on whole clusters: two nodes in a datacenter behind a NAT, and one in each of two
-//! clouds. Without the mesh, pods in the datacenter and pods in a cloud cannot reach each other. The CNI connects the nodes of a location
-//! with flannel; the demo has a CNI with plain routes. The API server has the address of the node in one of the clouds.
+//! clouds. Without the mesh, pods in the datacenter and pods in a cloud cannot reach each other. The CNI of
+//! the member is flannel (VXLAN); in `cargo xtask demo --scenario locations` it is one with plain routes. The API server has the
+//! address of the node in one of the clouds.
 
 mod api_server;
 

@@ -59,7 +59,7 @@ async fn agents_with_wrong_clocks_connect_and_restart() {
     env.assert_reach_each_other().await;
 
     // The clock that was ahead is corrected. The tenant's node ignores initiations that are not newer than the last accepted one.
-    // The initiations that it sends itself still work.
+    // Handshakes that the tenant's node initiates still work.
     kill(ahead).await;
     let old_initiations = env.replayed(tenant).await;
     let _corrected = env.start(mgmt, "corrected", 0).await;

@@ -86,7 +86,7 @@ async fn agent_publishes_its_identity_and_restores_it() {
         .create(&PostParams::default(), &rival)
         .await
         .expect("create a Node");
-    // The kubelet of a new Node creates its CSINode.
+    // The kubelet of a new Node creates its CSINode. The agent watches CSINodes, and reads a Node when its CSINode appears.
     let csi_nodes: Api<CSINode> = Api::all(clusters.client(site).await);
     let csi_node = serde_json::json!({"metadata": {"name": "zz-late"}, "spec": {"drivers": []}});
     let csi_node = serde_json::from_value(csi_node).expect("a CSINode");

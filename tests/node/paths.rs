@@ -208,7 +208,8 @@ impl TestEnv<'_> {
         let name = format!("mesh--{}--{}", self.other.cluster, self.other.node);
         let spec = serde_json::json!({"spec": {"endpoint": {"dnsOrIP": {"ip": "fd77::1"}, "port": 51820}}});
         let peers = self.clusters.peers(self.moved).await;
-        // The session is alive at the IPv4 endpoint, which is no longer a candidate: the new first candidate is used at once.
+        // The session is alive at the IPv4 endpoint. This change removes that endpoint from the candidates, so the agent uses
+        // the new first candidate at once.
         peers
             .patch(&name, &PatchParams::default(), &Patch::Merge(&spec))
             .await

@@ -21,7 +21,7 @@ use serde_json::json;
 const CLUSTERS: [&str; 2] = ["mgmt", "tenant-a"];
 /// The number of nodes that join and leave.
 const JOINING: u8 = 50;
-/// The number of the first of them.
+/// The number in the name of the first of these nodes.
 const FIRST: u8 = 101;
 /// How many nodes are started at the same time.
 const CONCURRENCY: usize = 8;

@@ -309,7 +309,8 @@ async fn usable_kubeconfigs_are_changed_in_place(env: &TestEnv, proxy: &FaultyAp
     env.write_secret("tenant-a", &renewed).await;
     until_tenant(env, None, value).await;
 
-    // The entry names another key of the Secret. The current-context there does not exist, so the entry must also name a context.
+    // The entry names another key of the Secret. The kubeconfig under this key has a current-context that is none of its
+    // contexts, so the entry must also name a context.
     let mut two: Value = serde_json::from_str(&renewed).unwrap();
     two["current-context"] = json!("other");
     write_keys(env, &[("value", &renewed), ("second", &two.to_string())]).await;

@@ -318,7 +318,7 @@ async fn deny_leases(env: &TestEnv, cluster: &str) -> String {
 }
 
 #[tokio::test]
-async fn leader_without_lease_writes_only_where_it_renews_one() {
+async fn leader_without_hub_lease_writes_where_it_renews_member_lease() {
     let env = TestEnv::start(&CLUSTERS).await;
     for (m, name) in (1..).zip(CLUSTERS) {
         env.create_node(name, m, 1).await;
@@ -384,7 +384,7 @@ async fn unchanged_lease_is_taken_whatever_its_times(env: &TestEnv) {
     renew(0).await;
     let host = env.controller_host();
     let running = env.start_replica(&host, "replica-1", 8081).await;
-    // Longer than the duration of the Lease.
+    // The loop takes longer than the duration of the Lease, which is 3 s.
     for turn in 1..8 {
         renew(turn).await;
         tokio::time::sleep(Duration::from_millis(700)).await;

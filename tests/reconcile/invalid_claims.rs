@@ -73,8 +73,8 @@ const SKIPPED: [(u8, &str, &str); 12] = [
     (8, "PodCIDRDuplicate", "podCIDR 10.2.1.0/24 belongs to Node tenant-a-1"),
 ];
 
-/// Creates the Nodes of tenant-a. Only the first one is entirely valid. It is the oldest: Nodes that are created in the same
-/// second are ordered by name.
+/// Creates the Nodes of tenant-a. Only Node 1 is entirely valid. It counts as the oldest, also among Nodes that are created in
+/// the same second, because its name comes first.
 async fn create_nodes(env: &TestEnv) {
     let annotate = |node: &mut Value, name: &str, value: &str| node["metadata"]["annotations"][name] = json!(value);
     let create = async |n: u8, change: &dyn Fn(&mut Value)| {
@@ -92,7 +92,8 @@ async fn create_nodes(env: &TestEnv) {
         node["spec"] = json!({"podCIDR": "10.2.1.0/24", "podCIDRs": ["10.2.1.0/24"]})
     })
     .await;
-    // The keys of a Node of mgmt, of a person's Peer in mgmt, and of Node 1; and a network around the podCIDR of Node 1.
+    // Node 12 has the key of a Node of mgmt, Node 13 that of a person's Peer in mgmt, and Node 14 that of Node 1. The podCIDR of
+    // Node 16 contains that of Node 1.
     create(12, &|node| annotate(node, names::KILO_KEY, &key(1, 1))).await;
     create(13, &|node| annotate(node, names::KILO_KEY, &key(9, 9))).await;
     create(14, &|node| annotate(node, names::KILO_KEY, &key(2, 1))).await;

@@ -52,7 +52,7 @@ async fn clusterctl_moves_a_mesh_and_its_secrets() {
         env.create_node(name, m, 1).await;
     }
     let _old = env.start_controller().await;
-    // The hub's own entry would mean the new hub after the move.
+    // The mesh gets no entry for the hub: after the move, such an entry would mean the new hub.
     let mut mesh = env.mesh();
     let entries = mesh["spec"]["clusters"].as_array_mut().unwrap();
     entries.retain(|entry| MEMBERS.iter().any(|name| entry["name"] == *name));
@@ -123,7 +123,7 @@ async fn clusterctl_moves_a_mesh_and_its_secrets() {
     .await
     .unwrap();
     assert_eq!(objects(&env).await, before);
-    // The new controller follows the members; the old one, which still runs, writes nothing.
+    // The new controller writes what changes of the members require; the old one, which still runs, writes nothing.
     let process = process_id(&new_controller);
     let old_writes = MEMBERS.map(|member| env.lab.cluster(member).audited_writes().unwrap());
     env.create_node("tenant-a", 2, 2).await;

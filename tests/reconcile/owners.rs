@@ -147,7 +147,7 @@ async fn meshes_with_equal_names_or_node_keys_keep_their_objects() {
     let of_other = peers_of(&env, &hub, OTHER).await;
     let wanted = [format!("mgmt {OURS}"), "tenant-a prod--mgmt--mgmt-1".to_owned()];
     assert_eq!(names_of(&of_first), wanted);
-    // A Peer of the mesh in `NAMESPACE` has the name without a suffix, so this one has a suffix.
+    // A Peer of the mesh in `NAMESPACE` has the name without a suffix, so the Peer of the mesh in `OTHER` has a suffix.
     let names = names_of(&of_other);
     assert!(
         names.len() == 2 && names[0].starts_with(&format!("mgmt {OURS}-")),

@@ -154,9 +154,9 @@ async fn uids(env: &TestEnv) -> BTreeMap<String, String> {
     all
 }
 
-/// Applies a second mesh of mgmt and tenant-a (no change if it exists), because the controller reads a cluster only for a mesh. The second
-/// mesh has other networks, and no Peers because its members are standard. Waits until the controller has read both clusters and its state
-/// no longer contains the first mesh.
+/// Applies a second mesh of mgmt and tenant-a (no change if it exists), because the controller reads only clusters that a mesh
+/// lists. The second mesh has other networks, and no Peers because its members are standard. Waits until the controller has read
+/// both clusters and its state no longer contains the first mesh.
 async fn read_clusters_for_second_mesh(env: &TestEnv) {
     let mut second = env.mesh();
     second["metadata"]["name"] = json!("second");

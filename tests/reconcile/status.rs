@@ -24,8 +24,8 @@ async fn broken_tunnels_are_in_status_until_repaired() {
     env.apply_mesh(&env.mesh()).await;
     env.until_condition("Degraded", "False/AllServed", SOON).await;
 
-    // Writes the annotation of an agent. A key of `links` is MESH_NAMESPACE/MESH/MEMBER. As a hostile node might do, some of
-    // the keys below name another mesh or no member.
+    // Writes the annotation of an agent. A key of `links` is MESH_NAMESPACE/MESH/MEMBER. Some of the keys below name another
+    // mesh, or a member that does not exist, as a hostile node might report.
     let publish_links = async |n: u8, links: serde_json::Value| {
         let agent = json!({"version": env!("CARGO_PKG_VERSION"), "mode": "full", "mtu": 1420, "links": links});
         let node = format!("mgmt-{n}");

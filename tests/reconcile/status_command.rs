@@ -123,7 +123,8 @@ impl<'e> StatusCommand<'e> {
         }
     }
 
-    /// An account with exactly the rights that docs/operations/clustermeshctl.md names.
+    /// Checks that the rights that docs/operations/clustermeshctl.md names are enough for an account, and that it gets an error
+    /// without them.
     pub(crate) async fn needs_only_the_documented_rights(&self) {
         let kubeconfig = self.env.lab.directory().join("limited.kubeconfig");
         let flags = [

@@ -337,8 +337,8 @@ async fn grants_outside_service_list_are_refused(controller: &ApiClient) {
     );
 }
 
-/// Adds a version to the CRD of PeerPolicies, as a later release of Kilo might do. Its schema accepts every field. The same rules must
-/// apply to it, because both versions write the same stored object.
+/// Adds a version to the CRD of PeerPolicies, as a later release might do. The schema of this version accepts every field. The
+/// same rules must apply to it, because both versions write the same stored object.
 async fn rules_apply_to_another_served_version(server: &ApiServer, controller: &ApiClient) {
     let crd = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/peerpolicies.kilo.squat.ai";
     let stored: Value = serde_json::from_str(&server.kubectl(&["get", "--raw", crd]).await).unwrap();

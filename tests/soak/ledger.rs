@@ -4,8 +4,8 @@ use std::{collections::BTreeSet, fmt};
 
 use clustermesh_lab::AuditedWrite;
 
-/// How long after the end of a [`Doubt`] a write may still follow from it: the write waits in the controller, or in an API server or
-/// proxy that delays it for up to 30 s.
+/// A delete that a [`Doubt`] permits may arrive up to this long after the doubt ended: the delete waits in the controller, or in
+/// an API server or proxy that delays it for up to 30 s.
 pub(crate) const GRACE_SECONDS: i64 = 60;
 /// How long after the begin of a pause a write may still be in flight.
 const PAUSE_SECONDS: i64 = 60;
@@ -66,7 +66,7 @@ impl Ledger {
         }
     }
 
-    /// Begins a doubt at this time, in microseconds. If one about the same scope lasts, it continues.
+    /// Begins a doubt at this time, in microseconds. Does nothing if a doubt about this scope has begun and not ended.
     pub(crate) fn begin(&mut self, scope: Scope, now: i64) {
         let lasts = |doubt: &Doubt| doubt.scope == scope && doubt.to.is_none();
         if !self.doubts.iter().any(lasts) {

@@ -69,8 +69,10 @@ impl fmt::Display for Creation {
 }
 
 impl Creation {
+    /// The last two columns divide the time of the client alone by that of the controller: by the time from the first Peer to
+    /// the last, and by the time from the start to the last Peer.
     pub(super) const HEADER: &str = "| Peers | the client alone, s | the controller: until the first, s | first to last, s | its CPU, s | passes \
-        | rate while it writes, of the client's | with the start |\n|---|---|---|---|---|---|---|---|";
+        | client alone / first to last | client alone / (until the first + first to last) |\n|---|---|---|---|---|---|---|---|";
 }
 
 impl Bench {

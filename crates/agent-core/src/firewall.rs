@@ -2,8 +2,9 @@
 //! one table into the next. A backend in `wg-agent` runs `nft`.
 //!
 //! The chains are fixed except for a few numbers and names ([`RuleParameters`]). Everything that changes with Peers and policies is a set
-//! element, so most changes write only elements. The exception: if a change both adds elements to and removes elements from the sets that
-//! make rules drop packets (deny sets, such as `deny` and `closed`), the whole table is written again ([`update()`] has the reason).
+//! element, so most changes write only elements. The exception concerns deny sets, whose rules drop packets (such as `deny` and
+//! `closed`): if a change adds some of their elements and removes others, the whole table is written again ([`update()`] has the
+//! reason).
 //!
 //! Only typed values are rendered, never text from an object.
 

@@ -59,7 +59,8 @@ pub struct Sizes {
 }
 
 /// Computes the MTUs for `--mtu auto`. `underlay_mtu` is the MTU of the interface by which outer packets leave, `paths` are the
-/// known paths to peers. Only without any known path, the device's MTU depends on `underlay_mtu`: it fits a path over IPv6.
+/// known paths to peers. `underlay_mtu` is used only if no path is known; the device's MTU then fits it with IPv6 as the outer
+/// family.
 #[must_use]
 pub fn auto(underlay_mtu: u16, paths: &BTreeMap<PublicKey, Path>) -> Sizes {
     let outer = Family::V6;

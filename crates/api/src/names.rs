@@ -11,8 +11,8 @@ use sha2::{Digest, Sha256};
 
 /// Annotation of the leader's Lease in the hub: the replica that released the Lease, after its last write.
 pub const RELEASED_BY: &str = "kilo-clustermesh.io/released-by";
-/// Annotation of the leader's Lease in the hub: whether an API server may still execute a request of the replica that released the Lease,
-/// or of an earlier one.
+/// Annotation of a released Lease of the leader in the hub: an API server may still execute a request of the replica that
+/// released the Lease, or of an earlier leader.
 pub const LATE_WRITES: &str = "kilo-clustermesh.io/late-writes";
 
 /// Finalizer of a ClusterMesh until all objects that were written for it are removed (predecessor).

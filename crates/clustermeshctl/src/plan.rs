@@ -319,7 +319,7 @@ impl PlanResult {
     }
 }
 
-/// Whether a step may be planned only because objects are missing in the input: the policy that the step creates may exist already,
+/// Whether missing objects in the input may be the only cause of a step: the policy that the step creates may exist already,
 /// `spec.deny` of a policy may change because addresses of the API server are missing, or the Service whose mirror the step deletes
 /// may still exist.
 fn depends_on_unlisted(step: &Step, target: &ReadCluster, plan: &Plan, inputs: &Inputs) -> bool {

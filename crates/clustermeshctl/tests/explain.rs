@@ -103,14 +103,15 @@ fn explain_table_shows_verdict_rule_and_path() {
 #[test]
 fn explain_node_shows_peers_or_the_reason() {
     let queries = [
-        // Nodes with a Peer, of a sandbox, without a Peer, and of a member with the profile standard.
+        // A node with a Peer, a node of a sandbox, a node without a Peer, and a node of the hub that is an anchor.
         format!("tenant-a/w1 {INPUT}"),
         format!("notebooks/nb1 {INPUT}"),
         format!("tenant-a/w2 {INPUT}"),
         format!("mgmt/h1 {INPUT}"),
-        // A node whose location another node leads.
+        // A node that kg serves, and one whose location is led by another node.
         format!("c2/c2n2 {KILO}"),
-        // No such Node, no such cluster, and no node.
+        format!("c1/c1n2 {KILO}"),
+        // An unknown Node, an unknown cluster, and an argument without a cluster.
         format!("tenant-a/w9 {INPUT}"),
         format!("tenant-z/w1 {INPUT}"),
         format!("w1 {INPUT}"),

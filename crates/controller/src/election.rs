@@ -45,7 +45,8 @@ const RETRY_INTERVAL: Duration = Duration::from_millis(300);
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 /// The pause after a failed request, while the Lease is not held.
 const FAILED_INTERVAL: Duration = Duration::from_secs(1);
-/// Longer than a slow hub takes. A late response to a renewal extends nothing, but has the resourceVersion for the next one.
+/// A slow hub responds within this time. A response that is too late to extend the term still has the resourceVersion that the
+/// next renewal needs.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(6);
 /// How long a leader that exits waits for its last requests.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
@@ -250,8 +251,8 @@ impl Election {
         self.state().hub_answers
     }
 
-    /// Whether the requests of earlier leaders, and those that this replica gave up, can create no object any more. Then a
-    /// cluster that has no objects of a mesh gets none.
+    /// Whether the requests of earlier leaders, and those that this replica gave up, can create no object any more. If
+    /// so, a cluster without objects of a mesh cannot get one from such a request.
     pub(crate) fn has_ended_earlier_writes(&self) -> bool {
         let state = self.state();
         let is_over = |since: Instant| since.elapsed() > LATE_WRITES_FOR;

@@ -364,7 +364,7 @@ impl Queue {
                 self.outage = None;
                 let backoff = self.refused.entry((kind, code));
                 let backoff = backoff.or_insert_with(|| Backoff::new(now, MAX_PAUSE));
-                // No effect on a new backoff, which starts with a pause.
+                // Does not change a new backoff, because its first pause is running.
                 backoff.record_failure(now);
             }
             Outcome::Unavailable(_) => match &mut self.outage {
@@ -429,7 +429,7 @@ impl Shared {
                     remarks.update(&queue, &self.readiness);
                 }
                 () = self.published.notified() => {}
-                // Fails only if the election has ended, with the process.
+                // `changed` never fails, because `self.election` contains the sender.
                 Ok(()) = leadership.changed() => {}
                 () = sleep_until(wait) => {}
             }

@@ -63,6 +63,7 @@ struct Member {
 impl Member {
     /// Why objects of a mesh cannot be written into the member. `None` = no problem is known.
     fn write_problem(&self, mesh: &MeshId) -> Option<String> {
+        // The fence is the Lease in the member (docs/glossary.md).
         let of_fence = || self.session.writer()?.fence?.problem();
         self.writer.problem(mesh).or_else(of_fence)
     }
@@ -246,6 +247,8 @@ impl Reconciler {
                 self.meshes.removed = RemovedClusters::default();
                 true
             }
+            // `Lapsed`: this replica was the leader and cannot renew the hub's Lease now. It still writes into the members whose
+            // Leases it can renew. Its client sends no other writes.
             Leadership::Leader | Leadership::Lapsed if self.is_taking_over() => {
                 self.stop_writing();
                 false
@@ -331,14 +334,15 @@ impl Reconciler {
         });
         let unseen = ObservedMember::default();
         for (identity, member) in &self.members {
-            let writer = member.session.writer().filter(|_| !member.session.is_unresponsive());
-            let (Some(writer), Some(steps)) = (writer, pass.steps.get_mut(identity)) else {
+            // The client for writes and the fence. The MemberWriter `member.writer` sends the steps with this client.
+            let write_access = member.session.writer().filter(|_| !member.session.is_unresponsive());
+            let (Some(write_access), Some(steps)) = (write_access, pass.steps.get_mut(identity)) else {
                 member.writer.clear();
                 continue;
             };
-            if let Some(fence) = &writer.fence {
-                // The Lease is taken even if there is nothing to write, because it cannot be taken later while the hub does not
-                // answer.
+            if let Some(fence) = &write_access.fence {
+                // The fence, the Lease in the member, is taken even if there is nothing to write yet. While the hub does not
+                // answer, this replica needs the fence to write and cannot take it, because that needs the hub's Lease.
                 if fence.start_taking() {
                     let (fence, changed) = (Arc::clone(fence), Arc::clone(&self.changed));
                     self.tasks.spawn(async move {
@@ -358,7 +362,7 @@ impl Reconciler {
                 .and_then(Observation::last)
                 .unwrap_or(&unseen);
             let connection = Connection {
-                client: writer.client,
+                client: write_access.client,
                 feeds: member.session.feeds(),
                 claims: Arc::clone(&claims),
             };

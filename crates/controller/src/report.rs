@@ -82,7 +82,7 @@ pub(crate) struct ReportInput<'a> {
     pub(crate) unwritten: &'a BTreeMap<String, String>,
     /// Clusters that were removed from the spec but still contain objects.
     pub(crate) removed: &'a [RemovedRow],
-    /// Removed clusters in which objects were left behind.
+    /// Removed clusters in which the controller left objects behind, as the annotation `force-cleanup` allows.
     pub(crate) given_up: &'a [String],
     /// By entry and source: the number of objects that differ from the plan.
     pub(crate) outstanding: &'a BTreeMap<(String, String), usize>,

@@ -119,7 +119,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         fields: String::new(),
     };
     let watch_task = tokio::spawn(async move {
-        // Nothing probes this connection. A watch on a dead connection times out by itself.
+        // Unlike a connection to a member, this one is not probed. A watch on a dead connection times out by itself.
         feed::follow(&resource, &followed).await;
     });
     // Must come before the first connection to a member: with these addresses, kubeconfigs that name the hub's API server are refused.

@@ -112,7 +112,7 @@ pub struct Member {
     pub slices: BTreeMap<ObjectName, Slice>,
     /// Pods in namespaces that an export names.
     pub pods: BTreeMap<ObjectName, Pod>,
-    /// Namespaces that granted Services, mirrored Services or exports name, and whose objects are unknown.
+    /// Namespaces of granted Services, mirrored Services and exports, if the objects in these namespaces are unknown.
     pub unlisted: Unlisted,
     /// Addresses and ports of the member's API server (endpoints of `default/kubernetes`).
     pub api_endpoints: BTreeSet<SocketAddr>,

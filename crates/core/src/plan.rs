@@ -61,7 +61,7 @@ pub trait Naming: Sync {
     fn peer(&self, mesh: &MeshId, cluster: &str, node: &str, is_name_taken: bool) -> String;
     /// Name of the PeerPolicy, or SandboxAccess, that limits `cluster`. `is_name_taken` as in [`Self::peer`].
     fn policy(&self, mesh: &MeshId, cluster: &str, is_name_taken: bool) -> String;
-    /// The id by which SandboxAccesses distinguish the importers of a hub.
+    /// The id of a sandbox or importer: all its SandboxAccesses from this hub have this id, also those of other meshes.
     fn sandbox_id(&self, identity: &ClusterIdentity) -> String;
     /// Name of the `index`-th EndpointSlice of a mirrored Service for one IP family.
     fn slice(&self, mesh: &MeshId, service: &ObjectName, v6: bool, index: usize) -> String;
@@ -131,8 +131,12 @@ fn plan_and_keep(
     conflicts::resolve_conflicts(&mut plan, seen);
     for mesh in &by_age {
         if let Some(planned) = plan.meshes.get_mut(&mesh.id) {
-            conflicts::count_nodes_and_gateways(planned);
-            anchor::report(mesh, planned, seen);
+            let (counts, carriers) = rayon::join(
+                || conflicts::count_nodes_and_gateways(planned),
+                || anchor::carriers(mesh, planned),
+            );
+            conflicts::report(planned, counts);
+            anchor::report(mesh, planned, seen, carriers);
         }
     }
     (plan, (accepted, kept))

@@ -16,10 +16,10 @@ fn nets(list: &[&str]) -> Vec<IpNet> {
     list.iter().map(|net| net.parse().unwrap()).collect()
 }
 
-/// A scenario in which, in every mesh, `c0` and `c1` are cluster-meshed, `c2` is a sandbox with a grant for a Service of `c0`, and the
-/// networks of the three are disjoint. `c0` and `c2` each have a valid node `good`, and a Service with the granted one's name and an
-/// endpoint on `good`; wg-agent serves all their nodes. `c0` has a valid gateway. No mesh has previous anchors or accepted networks. Most
-/// other values are random.
+/// A scenario in which, in every mesh, `c0` and `c1` are cluster-meshed, `c2` is a sandbox with a grant for the Service
+/// `ns/granted` of `c0`, and the networks of the three are disjoint. `c0` and `c2` each have a valid node `good`, and a Service
+/// `ns/granted` with an endpoint on `good`; wg-agent serves all their nodes. `c0` has a valid gateway. No mesh has
+/// previous anchors or accepted networks. Most other values are random.
 pub fn sandboxed() -> impl Strategy<Value = Scenario> {
     (scenario(), member(0), member(2)).prop_map(|(mut scenario, hub, sandbox)| {
         for mesh in &mut scenario.meshes {

@@ -83,8 +83,8 @@ fn main() -> anyhow::Result<()> {
         mtu,
         underlay: underlay_interface.parse()?,
         underlay_addresses: [underlay_address].into(),
-        // Other members reach the node itself only at its InternalIPs and in anchored networks. The benchmark connects to the
-        // WireGuard address, so this node has that address as an InternalIP, too.
+        // Other members reach the node itself only at its InternalIPs and at its addresses in anchored networks. The benchmark
+        // connects to the WireGuard address, so this node has that address as an InternalIP, too.
         internal_ips: [underlay_address, address].into(),
         pod_cidrs: BTreeSet::new(),
     };

@@ -131,7 +131,7 @@ fn unused_interface_name() -> InterfaceName {
     }
 }
 
-/// Treats a control socket on which another program listens as success: it stays, because it does not belong to the agent.
+/// Ignores the error that another program listens on the control socket: the socket stays, because it is not the agent's.
 fn except_in_use(removed: Result<(), DeviceError>) -> Result<(), DeviceError> {
     match removed {
         Err(DeviceError::ControlSocket { path, source }) if source.kind() == io::ErrorKind::AddrInUse => {

@@ -26,7 +26,8 @@ use crate::publish::discovered::LivePeer;
 /// paper §6.2), and retries every 5 s; three attempts may be lost.
 const REKEY_LIMIT: Duration = Duration::from_secs(135);
 
-/// A peer behind a NAT sends a keepalive every 25 s. If nothing arrives for this time, its packets do not reach this node at present.
+/// A peer behind a NAT sends a keepalive every 25 s. If nothing arrives for longer than this limit, the peer's packets
+/// do not reach this node at present.
 const QUIET_LIMIT: Duration = Duration::from_secs(30);
 
 #[derive(Debug, Clone)]
@@ -234,8 +235,10 @@ impl PeerTracker {
             .extend(alive.filter_map(|(key, peer)| Some((*key, peer.stats.endpoint?))));
     }
 
-    /// Forgets all peers until the next [`Self::sync`], but not their live endpoints, which that call makes the desired ones. Called when
-    /// the device was opened or its private key changed: the recorded handshakes then prove no session.
+    /// Forgets all peers, but not their live endpoints. The next [`Self::sync`] adds the peers again, with their live endpoints
+    /// as desired endpoints.
+    ///
+    /// Called when the device was opened or its private key changed: the recorded handshakes then prove no session.
     pub(crate) fn reset_except_live_endpoints(&mut self) {
         self.peers.clear();
     }
@@ -339,7 +342,7 @@ impl TrackedPeer {
             self.last_received = if is_reset { self.last_received } else { Some(now) };
         } else {
             // Without a keepalive interval, `tx_baseline` stays, so all bytes since the peer's last packet count. With an
-            // interval, a poll that finds only keepalives moves `tx_baseline`, so `time` begins at the last poll.
+            // interval, each poll that finds only keepalives sets `tx_baseline`, so only the bytes since that poll count.
             let time = now.saturating_duration_since(self.polled_at);
             if stats.tx_bytes - self.tx_baseline > max_keepalive_bytes(self.keepalive, time) {
                 self.unanswered_since.get_or_insert(now);

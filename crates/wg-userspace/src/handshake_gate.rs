@@ -15,8 +15,9 @@ pub(crate) const COOKIE_REPLY: usize = 64;
 
 pub(crate) struct Gate {
     initiations: RateLimiter,
-    /// For all other messages, without a limit: a device that starts with thousands of peers receives as many responses at once. The
-    /// caller drops a response whose receiver index belongs to no initiation, and limits the rate of the others for each source.
+    /// For all other messages, without a limit: a device that starts with thousands of peers receives as many responses at
+    /// once. The caller drops each response whose receiver index belongs to no initiation. For each source, it limits the rate
+    /// of the remaining responses.
     others: RateLimiter,
 }
 

@@ -35,7 +35,8 @@ pub(crate) fn forward(shared: &Shared, worker: usize) {
     let mut control = control_buffer();
     let mut buffers = Buffers {
         datagrams: vec![0; ARENA + BUFFER],
-        // Packets are shorter than their datagrams, so they fill at most `ARENA + BUFFER`. The other `BUFFER` is for one more decryption.
+        // Packets are shorter than their datagrams, so they fill at most `ARENA + BUFFER`. Each decryption needs
+        // room for its whole datagram behind these packets: the other `BUFFER`.
         plain: vec![0; ARENA + 2 * BUFFER],
         scratch: vec![0; BUFFER],
         coalescer: Coalescer::new(shared.tun.offload.tcp, shared.tun.offload.udp),

@@ -11,7 +11,7 @@ use std::{
 use anyhow::Context;
 use clap::ValueEnum;
 
-use xtask::programs::{self, cargo, run_command};
+use xtask::programs::{self, run_command};
 
 /// The registry in the manifests.
 const REGISTRY: &str = "ghcr.io/clustermesh-for-kilo";
@@ -78,7 +78,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     )?;
     let programs = match programs {
         Some(directory) => directory.clone(),
-        None => build_release()?,
+        None => programs::build_release(&IMAGES.each_ref().map(|image| image.program))?,
     };
     for image in &IMAGES {
         let name = image.name(registry);
@@ -99,16 +99,6 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         println!("images: built {name}");
     }
     Ok(())
-}
-
-/// Builds the release programs, and returns their directory.
-fn build_release() -> anyhow::Result<PathBuf> {
-    run_command(
-        cargo()
-            .args(["build", "--release", "--locked"])
-            .args(IMAGES.iter().flat_map(|image| ["--package", image.program])),
-    )?;
-    Ok(programs::target()?.join("release"))
 }
 
 impl Image {

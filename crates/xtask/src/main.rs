@@ -105,6 +105,10 @@ fn bench(words: &[OsString]) -> anyhow::Result<()> {
         .args(words)
         // `cargo()` sets the root as the directory, but paths in `words` are relative to the caller's directory.
         .current_dir(".");
+    if words.first().is_some_and(|command| command == "events") {
+        // The programs of this directory are used instead of those of the dev build.
+        run.env("CLUSTERMESH_BIN_DIR", programs::measured()?);
+    }
     Err(run.exec()).with_context(|| format!("{run:?} cannot be started"))
 }
 

@@ -301,6 +301,8 @@ fn agent() -> Vec<Value> {
             None,
             &json!([
                 {"apiGroups": [""], "resources": ["nodes"], "verbs": ["get", "list", "watch", "patch"]},
+                // A kubelet creates a CSINode next to its Node. So CSINodes show new, replaced and deleted Nodes, and the agent
+                // need not watch all Nodes.
                 {"apiGroups": ["storage.k8s.io"], "resources": ["csinodes"], "verbs": ["list", "watch"]},
                 {"apiGroups": ["kilo.squat.ai"], "resources": ["peers", "peerpolicies"], "verbs": ["list", "watch"]},
             ]),

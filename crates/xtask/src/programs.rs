@@ -79,6 +79,18 @@ fn build_with(flags: &[String]) -> anyhow::Result<PathBuf> {
     Ok(program.parent().context("a program without a directory")?.to_owned())
 }
 
+/// Builds programs as they are released, and returns their directory.
+pub fn build_release(packages: &[&str]) -> anyhow::Result<PathBuf> {
+    let packages = packages.iter().flat_map(|package| ["--package", package]);
+    run_command(cargo().args(["build", "--release", "--locked"]).args(packages))?;
+    Ok(target()?.join("release"))
+}
+
+/// The directory of the programs that `cargo xtask bench events` measures. It contains no other programs.
+pub fn measured() -> anyhow::Result<PathBuf> {
+    Ok(target()?.join("measured"))
+}
+
 /// The target directory that contains this program.
 pub fn target() -> anyhow::Result<PathBuf> {
     let program = std::env::current_exe().context("find the path of this program")?;

@@ -7,7 +7,7 @@ use clustermesh_lab::{AGENT_NAMESPACE, NAMESPACE, Product, wait_until};
 use super::{HUB, MEMBER, PATIENCE, SIBLING, TestEnv, json, pod, siblings, url};
 use crate::setup::as_v4;
 
-/// The hub's pods and the other worker reach it again, and nothing else is restarted.
+/// The hub's pods and the other worker reach the worker with the new address, and no pod of the product on other nodes restarts.
 pub(super) async fn worker_with_another_address_is_found(env: &mut TestEnv<'_>, product: &Product<'_>) {
     let others = running_containers(env).await;
     let before = env.sibling.address();

@@ -73,8 +73,8 @@ impl TestEnv<'_> {
     }
 
     /// The sockets of the hub and the member, each with the name of its owner, except sockets at addresses that the sandbox's
-    /// cluster uses itself. At the WireGuard address of each gateway, the result has the ports of all these sockets and of the
-    /// grant, [`ALWAYS_SCANNED_PORTS`] and WireGuard's port.
+    /// cluster uses itself. Adds sockets at the WireGuard address of each gateway: one for each port of all these sockets and of
+    /// the grant, one for each of [`ALWAYS_SCANNED_PORTS`], and one for WireGuard's port.
     pub(super) async fn all_sockets(&self) -> BTreeMap<SocketAddr, String> {
         let granted = self.granted().await;
         let clusters = [&self.hub, &self.member];

@@ -113,7 +113,7 @@ impl<'a> Roaming<'a> {
         .unwrap();
     }
 
-    /// Waits until this node answers the client, and returns the source address that it sees.
+    /// Waits until this node answers the client, and returns the source address that the node's server sees.
     async fn wait_for_answer(&self, from: &RunningPod, node: &str) -> IpAddr {
         let url = url(ADDRESS, 8080);
         wait_until(format!("{node} to answer at {ADDRESS}"), PATIENCE, async || match self

@@ -61,8 +61,8 @@ pub(super) async fn restarted_gateway_keeps_identity_and_connections(
     let is_kernel = backend() == "kernel";
     assert_eq!(a.tcp_reply(socket_addr(GATEWAY[0], SQL_PORT)).is_some(), is_kernel);
     // Drop the handshake initiations of the sandbox's node (148 bytes and the UDP header). So the tunnel works again only if the new
-    // process initiates a handshake itself. Otherwise the node's own initiation, which it sends after 15 s without a reply, could hide
-    // that the process does not.
+    // process initiates a handshake itself. The node would initiate one after 15 s without a reply, and so hide that the new
+    // process initiates none.
     a.ns.nft("table inet mute { chain out { type filter hook output priority 0; udp length 156 drop; }; }\n");
     *gateway = testbed.gateway(arguments);
     a.wait_for_answer_from(socket_addr(GATEWAY[0], SQL_PORT), "db").await;

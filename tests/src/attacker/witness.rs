@@ -110,7 +110,7 @@ impl Witness {
     /// All counts of the table, and its handle.
     ///
     /// The kernel lists a set in parts, and continues each part at a position in the hash table. If a packet has added an
-    /// element before that position, the last element is listed twice. The larger count is used.
+    /// element before that position, the last element of the previous part is listed again. The larger count is used.
     fn list(&self) -> (u64, Counts) {
         let mut elements = BTreeMap::<(String, String), u64>::new();
         let text = self.ns.run("nft", &["-j", "list", "table", "inet", "witness"]);

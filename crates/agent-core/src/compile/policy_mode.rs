@@ -48,9 +48,8 @@ pub fn compile_policy_mode(inputs: &Inputs, before: &BTreeSet<IpNet>) -> PolicyM
         mesh_networks.extend(allowed_ips.filter(|net| net.prefix_len() > 0 && !super::overlaps_own_pods(node, net)));
     }
     let mesh = aggregate(mesh_networks.iter().chain(before));
-    // In a shared pod network, the pod CIDR of another node may contain pods of this node, so `pod_cidrs_of_other_nodes` must not
-    // contain this pod CIDR. The inputs do not name this cluster's shared pod network, but it is one of the cluster's anchored
-    // networks.
+    // In a shared pod network, the pod CIDR of another node may contain pods of this node, so the pod CIDRs in such a network are
+    // left out here. The inputs do not name this cluster's shared pod network, but it is one of the cluster's anchored networks.
     let anchored = aggregate(policies.iter().flat_map(|policy| &policy.anchored));
     let pod_cidrs_of_other_nodes = inputs.pod_cidrs_of_other_nodes.iter().copied();
     let pod_cidrs_of_other_nodes = pod_cidrs_of_other_nodes

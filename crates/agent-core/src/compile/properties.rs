@@ -117,7 +117,7 @@ fn inputs() -> impl Strategy<Value = Inputs> {
 }
 
 proptest! {
-    /// Also, a device without peers needs changes exactly if some peer is desired.
+    /// The test also checks that a device without peers needs changes exactly if some peer is desired.
     #[test]
     fn route_diff_converges_and_firewall_update_is_minimal(a in inputs(), b in inputs()) {
         let (a, b) = (compile(&a), compile(&b));

@@ -333,7 +333,8 @@ fn from_mesh_chains() -> String {
 
   # Closes the ports on all nodes, not only on this one: the CNI may masquerade a packet that this node forwards to another node,
   # which then takes this node for the source. No object lists the nodes' addresses in pod CIDRs (the pods' default gateways), so
-  # the ports are closed in whole pod CIDRs of other nodes. Pods are reached at such a port through their node or a Service.
+  # the ports are closed in whole pod CIDRs of other nodes. A pod is still reached at such a port through the
+  # tunnel of its own node, or through a Service.
   chain infrastructure {
 ",
     );

@@ -51,9 +51,9 @@ pub(super) fn path_chains(parameters: &RuleParameters) -> String {
         "connection from a mesh source by the underlay",
     );
     out.push_str(
-        "    # A connection may be older than the Peer with its source, such as one to the API server on this node. If peers do not accept its
-    # destination as a source, its replies would be lost in the tunnel, so it stays on the underlay. Any other connection moves into
-    # the tunnel.
+        "    # A connection may be older than the Peer whose allowed IPs contain its source, such as a connection to the API server on this node.
+    # Its replies have its destination as their source. If peers do not accept that source, the replies would be lost in the tunnel, so
+    # the connection stays on the underlay. Any other connection moves into the tunnel.
 ",
     );
     add_rule_pair(
@@ -191,9 +191,10 @@ pub(super) fn leave_chains(parameters: &RuleParameters) -> String {
         "icmpv6 type { nd-neighbor-solicit, nd-neighbor-advert } accept",
         "IPv6 neighbour discovery",
     );
-    // These errors go to the local end of the flow, whose packet caused them. Conntrack gives an error the opposite direction of
-    // that packet. So if the error has the direction `reply`, the local end opened the connection, and the remote end is the
-    // source of the replies. If the error has the direction `original`, the remote end is the source of the original direction.
+    // This node's own ICMP errors about a tunnel flow go to the flow's local end, whose packet caused them. Conntrack gives an
+    // error the opposite direction of that packet. So if the error has the direction `reply`, the local end opened the
+    // connection, and the remote end is the source of the replies. If the error has the direction `original`, the remote
+    // end is the source of the original direction.
     let error = format!("fib saddr type local ct state related {from_tunnel}");
     for (direction, remote_end) in [("reply", "ct reply {ip} saddr"), ("original", "ct original {ip} saddr")] {
         add_rule_pair(

@@ -245,7 +245,7 @@ impl<'a> Compiler<'a> {
                 return;
             }
             let message = format!(
-                "port {} ({}) has another grant, which comes first and keeps it",
+                "port {} ({}) belongs to another grant, which comes first and keeps it",
                 granted.gateway_port,
                 granted.protocol.lowercase()
             );

@@ -79,7 +79,7 @@ pub struct Balancer {
 }
 
 impl Grant {
-    /// An upper estimate of the elements that adding or removing it changes.
+    /// An upper estimate of the number of set elements that change when this grant is added or removed.
     pub(super) fn weight(&self) -> usize {
         4 + 3 * self.allowed_endpoints.len()
     }

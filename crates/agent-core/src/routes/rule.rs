@@ -60,8 +60,8 @@ pub const fn rules(family: Family) -> [Rule; 2] {
 
 impl Routes {
     /// Moves the two rules of each family directly before another program's rule that would hide them. `foreign` has, for each family, the
-    /// lowest priority of such a rule. The two rules stay where they are if that priority is higher than [`RULE_MESH`], or lower than 3:
-    /// priority 0 is that of the kernel's rule for local addresses.
+    /// lowest priority of such a rule. The two rules stay where they are if that priority is higher than [`RULE_MESH`]. They also
+    /// stay if it is lower than 3, because they need two priorities between it and 0, the kernel's rule for local addresses.
     #[must_use]
     pub fn before_foreign_rules(mut self, foreign: &BTreeMap<Family, u32>) -> Self {
         let move_rule = |rule: Rule| match foreign.get(&rule.family) {

@@ -100,8 +100,8 @@ pub struct ClusterStatus {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "schema::accepted_networks")]
     pub accepted_networks: Vec<String>,
-    /// The networks of this member that no single node owns, and their anchor nodes. If the entry has no `anchoredNetworks`, a network in
-    /// this list stays anchored: a Node that claims a part of it later is left out.
+    /// The networks of this member that no single node owns, and their anchor nodes. If the entry has no `anchoredNetworks`, these are the
+    /// allowedNetworks in which no Node had an address at first, and they stay anchored: a Node that claims a part of one later is left out.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = schema::MAX_NETWORKS))]
     pub anchored: Vec<AnchoredNetwork>,

@@ -19,8 +19,8 @@ pub(super) struct PacketTrace<'q> {
     pub(super) query: &'q Query<'q>,
 }
 
-/// What each mesh plans to write into a cluster, and the plan of this mesh. The plan is needed to find the cluster of an entry,
-/// because names of entries are unique only within a mesh.
+/// For each mesh that contains a cluster: the mesh's plan, and what it plans to write into the cluster. Callers need the mesh's
+/// plan to find the cluster of an entry, because names of entries are unique only within a mesh.
 fn targets<'p>(plan: &'p Plan, cluster: &'p ClusterIdentity) -> impl Iterator<Item = (&'p MeshPlan, &'p TargetPlan)> {
     plan.meshes.values().flat_map(move |mesh| {
         let entries = mesh.identities.iter();

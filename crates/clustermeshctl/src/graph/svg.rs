@@ -1,4 +1,4 @@
-//! Renders a graph as SVG. A state differs from the others in colour and in the dashes of its line.
+//! Renders a graph as SVG. The line of a link shows the link's state by its colour and its dashes.
 
 use std::fmt::Write;
 
@@ -8,9 +8,9 @@ use super::{
     text::{describe_unreachable, summary},
 };
 
-/// The maximum number of links that are drawn although they are neither down nor partly up and do not end at the hub. If there
-/// are more, none of them is drawn, because they would hide the other links. The box of a member shows that it is quarantined or
-/// unreachable.
+/// The maximum number of links that are drawn in the states up, closed and unknown, not counting links to the hub. If there are
+/// more, none of them is drawn, because they would hide the other links. It is still visible which members are quarantined or
+/// unreachable: their boxes show it.
 const MAX_OTHER_LINKS: usize = 60;
 
 const STYLE: &str = "text{font:13px sans-serif;fill:#1a1a1a}.name{font-weight:bold}.small{font-size:11px}\

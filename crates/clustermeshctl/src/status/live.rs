@@ -62,7 +62,7 @@ pub(super) struct LiveMesh {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct LiveMember {
-    /// Whether its API server answers with these credentials.
+    /// Whether this command could read the member.
     pub(super) answers: bool,
     /// Its nodes that are registered in other members, of all its Nodes.
     pub(super) nodes: Share,
@@ -185,7 +185,8 @@ fn reported_links(node: &Node, prefix: &str) -> Option<BTreeMap<String, links::T
 /// The steps that would make the objects of a mesh in a member as planned. Empty if the member was not read.
 fn steps<'r>(result: &'r PlanResult, id: &MeshId, plan: &MeshPlan, entry: &str) -> Vec<&'r Step> {
     let mut steps = result.changes(id, plan, entry).unwrap_or_default();
-    // Only the controller resolves host names of endpoints, so here these Peers always differ.
+    // Only the controller resolves host names of endpoints. Here, a Peer of a node with such an endpoint may appear to differ. So
+    // if any host name is unresolved, no update of a Peer counts as a difference.
     let is_unresolved = |fact: &Fact| matches!(fact, Fact::EndpointUnresolved { .. });
     if plan.facts.iter().any(is_unresolved) {
         steps.retain(|step| step.action != Action::Update || !matches!(step.item, Item::Peer(..)));

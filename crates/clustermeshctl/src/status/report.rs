@@ -160,8 +160,8 @@ impl Report {
             meshes.push(mesh_row(mesh, &found, live));
             problems.extend(found);
         }
-        // Of one severity, tunnels that are down come first. The sort is stable: the other problems stay in the controller's
-        // order, in which the worse ones come first.
+        // Among problems of the same severity, tunnels that are down come first. The sort is stable: the other problems stay in
+        // the controller's order, in which the worse ones come first.
         problems.sort_by_key(|row| (row.severity, row.reason != "TunnelsDown"));
         Self {
             healthy: problems.iter().all(|row| row.severity == Severity::Note),

@@ -63,8 +63,8 @@ pub(crate) struct Fence {
 /// The progress of this replica in taking the Lease.
 #[derive(Default)]
 struct Progress {
-    /// The number of the term in which the member may be written, because this replica has taken the Lease or the member does not permit
-    /// it.
+    /// The number of the term in which this replica may write into the member: it has taken the Lease, or the member does not
+    /// permit the Lease.
     ready: Option<u64>,
     /// When to try the Lease again, if the member does not permit it.
     refused_until: Option<Instant>,
@@ -231,7 +231,8 @@ impl Fence {
             _ => return Err(api_error::describe(error)),
         };
         let may_be_starting = code == 403 && !term.is_clean && term.began.elapsed() < DENIED_AFTER;
-        // 401: the kubeconfig has to be renewed. 409: another connection of this process was faster. 408, 429: later.
+        // 401: the kubeconfig has to be renewed. 409: another connection of this process was faster. 408, 429: the API server
+        // asks for a later attempt.
         if may_be_starting || !(400..500).contains(&code) || matches!(code, 401 | 408 | 409 | 429) {
             return Err(api_error::describe(error));
         }

@@ -189,7 +189,8 @@ async fn slow_hub_gets_a_longer_lease_that_does_not_lapse() {
         assert_eq!(first.leadership(), Leadership::Leader);
         seconds(0.1).await;
     }
-    // The permission of a request is not longer than the shortest Lease permits, because a renewal may shorten the Lease.
+    // The Lease is long now, but a request gets permission only for the time that the shortest Lease would give, because the next
+    // renewal may shorten the Lease.
     let term = first.held_term().expect("it leads");
     assert!(term.valid_until - Instant::now() > validity(DURATION));
     assert!(term.permission().until <= Instant::now() + validity(DURATION));

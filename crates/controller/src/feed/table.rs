@@ -17,8 +17,8 @@ const MAX_MALFORMED: usize = 1_000;
 #[derive(Debug)]
 pub(super) struct Table<V> {
     pub(super) rows: BTreeMap<ObjectName, Row<V>>,
-    /// The rows whose values changed since the last [`super::Feed::update`], at most as many as there are rows. `None` = all may
-    /// have changed.
+    /// The rows whose values changed since the last [`super::Feed::update`]. `None` = all may have changed, or more rows changed
+    /// than the table has.
     changed_rows: Option<BTreeSet<ObjectName>>,
     /// Objects that do not parse, with the reason. The last version that parsed, if any, stays in `rows`.
     pub(super) malformed: BTreeMap<ObjectName, String>,

@@ -91,6 +91,7 @@ pub(super) fn update_feed(feed: &Feed<Arc<ClusterMesh>>, object: &ClusterMesh) {
     }
 }
 
+/// Returns the outcome of a write that failed. `published` = the notices whose Events need no further write.
 pub(super) fn classify_error(error: &Error, published: Vec<Notice>) -> Outcome {
     match error {
         Error::Api(status) => match status.code {

@@ -209,8 +209,9 @@ async fn finalizer_removal_after_conflict_waits_for_the_next_pass() {
 async fn failed_writes_of_all_meshes_share_one_backoff() {
     let names: Vec<String> = (0..20).map(|n| format!("m-{n:02}")).collect();
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
-    // The shared backoff ends at most ten times within the minute. Each time, the writer sends requests again: one for each of
-    // twenty meshes with code 403, which may concern one object only; `MAX_IN_FLIGHT` (4) with code 503, an outage of the hub.
+    // The shared backoff ends at most ten times within the minute. Each time, the writer sends requests again. Code 403 may
+    // concern one object only, so the writer tries each of the twenty meshes. Code 503 means an outage of the hub, so it tries
+    // only `MAX_IN_FLIGHT` (4) of them.
     for (code, max_requests) in [(403, 20 * 10), (503, 4 * 10)] {
         let hub = TestHub::new(&names, code, Duration::ZERO);
         let writer = hub.writer();

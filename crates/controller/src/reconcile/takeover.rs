@@ -22,8 +22,9 @@ pub(super) struct Takeover {
 impl Reconciler {
     /// Whether this replica has just become the leader and must not write yet.
     ///
-    /// Another leader may have written what this replica has not seen: if its connections were interrupted, its watches are behind for as
-    /// long as TCP waits before it sends the lost packets again. A plan from old Nodes or ClusterMeshes would delete newer Peers.
+    /// Another leader may have written what this replica has not seen: after an interruption of this replica's connections, its
+    /// watches are behind until TCP sends the lost packets again. A plan from old Nodes or ClusterMeshes would delete newer
+    /// Peers.
     pub(super) fn is_taking_over(&mut self) -> bool {
         let term = self.hub.election.term_number();
         if term != self.takeover.term {

@@ -191,8 +191,7 @@ impl MemberFeeds {
         self.nodes.needs_list() || self.peers.needs_list()
     }
 
-    /// Creates and drops on-demand feeds. Called before the next observation, so that the planner knows that a new feed was not
-    /// listed yet.
+    /// Creates and drops on-demand feeds. Until a new feed is listed, [`Self::member`] returns its namespace as unlisted.
     pub(super) fn set_interest(&self, interest: &Interest) {
         let namespaces = interest.service_namespaces();
         let mut on_demand = self.on_demand();

@@ -56,6 +56,7 @@ impl Differ<'_> {
             .iter()
             .map(|desired| service_of(&desired.name, &desired.value.0))
             .collect();
+        // An orphaned slice is deleted if a mesh plans slices for the same Service.
         let superseded =
             |name: &ObjectName, (service, _): &ServiceAndSlice| services.contains(&service_of(name, service));
         let item = |name, slice: Option<ServiceAndSlice>| Item::Slice(name, slice.map(Box::new));

@@ -78,11 +78,11 @@ fn split(net: IpNet, anchor_count: u16) -> Vec<IpNet> {
     net.subnets(length).map_or_else(|_| vec![net], Iterator::collect)
 }
 
-/// Adds to the reports, for each anchored network, the nodes whose Peers contain a part of it. Removes the networks of which no Peer
-/// contains a part, because all networks of a member look anchored while none of its nodes is registered. Networks that an
-/// earlier plan anchored stay.
-pub(super) fn report(mesh: &Mesh, planned: &mut MeshPlan, seen: &Observations) {
-    let member = |identity| seen.members.get(identity).and_then(Observation::last);
+/// The nodes whose Peers contain a part of an anchored network, by entry name and network.
+type Carriers<'m> = BTreeMap<(&'m str, IpNet), BTreeSet<String>>;
+
+/// Finds the nodes whose Peers contain a part of an anchored network.
+pub(super) fn carriers<'m>(mesh: &'m Mesh, planned: &MeshPlan) -> Carriers<'m> {
     let mut parts: BTreeMap<&str, BTreeMap<IpNet, IpNet>> = BTreeMap::new();
     for cluster in &mesh.clusters {
         let networks = planned.clusters.get(&cluster.name).into_iter();
@@ -95,10 +95,17 @@ pub(super) fn report(mesh: &Mesh, planned: &mut MeshPlan, seen: &Observations) {
         .par_iter()
         .map(|(_, target)| carriers_in(target, &parts))
         .collect();
-    let mut carriers: BTreeMap<(&str, IpNet), BTreeSet<String>> = BTreeMap::new();
+    let mut carriers = Carriers::new();
     for (source, net, node) in in_targets.into_iter().flatten() {
         carriers.entry((source, net)).or_default().insert(node.to_owned());
     }
+    carriers
+}
+
+/// Adds the carriers to the reports of their members. Removes the networks of which no Peer contains a part, because all networks of a
+/// member look anchored while none of its nodes is registered. Networks that an earlier plan anchored stay.
+pub(super) fn report<'m>(mesh: &'m Mesh, planned: &mut MeshPlan, seen: &Observations, mut carriers: Carriers<'m>) {
+    let member = |identity| seen.members.get(identity).and_then(Observation::last);
     for cluster in &mesh.clusters {
         let Some(report) = planned.clusters.get_mut(&cluster.name) else {
             continue;
@@ -126,15 +133,18 @@ pub(super) fn report(mesh: &Mesh, planned: &mut MeshPlan, seen: &Observations) {
 
 /// (Source, anchored network, node): each Peer of the target that contains a part of an anchored network. `parts` = by source, each part
 /// with its network.
-fn carriers_in<'p>(
+fn carriers_in<'m, 'p>(
     target: &'p TargetPlan,
-    parts: &BTreeMap<&str, BTreeMap<IpNet, IpNet>>,
-) -> Vec<(&'p str, IpNet, &'p str)> {
+    parts: &BTreeMap<&'m str, BTreeMap<IpNet, IpNet>>,
+) -> Vec<(&'m str, IpNet, &'p str)> {
     let mut carriers = Vec::new();
     for peer in target.peers.values() {
-        if let Some(parts) = parts.get(&*peer.source).filter(|parts| !parts.is_empty()) {
+        if let Some((source, parts)) = parts
+            .get_key_value(&*peer.source)
+            .filter(|(_, parts)| !parts.is_empty())
+        {
             let networks = peer.spec.allowed_ips.iter().filter_map(|net| parts.get(net));
-            carriers.extend(networks.map(|net| (&*peer.source, *net, &*peer.node)));
+            carriers.extend(networks.map(|net| (*source, *net, &*peer.node)));
         }
     }
     carriers

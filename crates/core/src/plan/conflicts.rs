@@ -206,14 +206,21 @@ fn keep_one_owner_per_prefix(plan: &mut Plan, seen: &Observations, cluster: &Clu
     }
 }
 
-/// Counts the nodes of each member that have a Peer or an entry in a SandboxAccess, and its gateways that have a Peer in
-/// another member. Reports targets with too many Peers.
-pub(super) fn count_nodes_and_gateways(planned: &mut MeshPlan) {
+/// Numbers of planned nodes and gateways, by entry name.
+pub(super) struct Counts {
+    /// The nodes of each member that have a Peer or an entry in a SandboxAccess.
+    registered: BTreeMap<String, usize>,
+    /// The gateways of each member that have a Peer in another member.
+    gateways: BTreeMap<String, usize>,
+}
+
+/// Counts the nodes and gateways of each member.
+pub(super) fn count_nodes_and_gateways(planned: &MeshPlan) -> Counts {
     let mut registered: BTreeMap<&str, HashSet<&str>> = BTreeMap::new();
     let mut gateways: BTreeMap<&str, HashSet<&str>> = BTreeMap::new();
     // Most targets share the Peer of a node.
     let mut counted_peers: HashSet<*const PlannedPeer> = HashSet::new();
-    for (target, target_plan) in &planned.targets {
+    for target_plan in planned.targets.values() {
         for peer in target_plan.peers.values() {
             if !counted_peers.insert(Arc::as_ptr(peer)) {
                 continue;
@@ -229,14 +236,30 @@ pub(super) fn count_nodes_and_gateways(planned: &mut MeshPlan) {
             let nodes = access.spec.nodes.values().map(|node| &*node.name);
             registered.entry(&access.source).or_default().extend(nodes);
         }
+    }
+    let numbers = |names: BTreeMap<&str, HashSet<&str>>| {
+        let numbers = names
+            .into_iter()
+            .map(|(cluster, names)| (cluster.to_owned(), names.len()));
+        numbers.collect()
+    };
+    Counts {
+        registered: numbers(registered),
+        gateways: numbers(gateways),
+    }
+}
+
+/// Adds the numbers to the reports of the members, and reports targets with too many Peers.
+pub(super) fn report(planned: &mut MeshPlan, counts: Counts) {
+    for (cluster, number) in counts.registered {
+        planned.clusters.entry(cluster).or_default().registered = number;
+    }
+    for (cluster, number) in counts.gateways {
+        planned.clusters.entry(cluster).or_default().gateways = number;
+    }
+    for (target, target_plan) in &planned.targets {
         planned
             .facts
             .extend(Fact::mesh_too_large(target, target_plan.peers.len()));
-    }
-    for (cluster, nodes) in registered {
-        planned.clusters.entry(cluster.to_owned()).or_default().registered = nodes.len();
-    }
-    for (cluster, gateways) in gateways {
-        planned.clusters.entry(cluster.to_owned()).or_default().gateways = gateways.len();
     }
 }

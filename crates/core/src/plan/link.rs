@@ -34,7 +34,7 @@ pub enum NotConnected {
     NoGrant(String),
 }
 
-/// Decides from the entries of two members how `source` is connected to `target`: by profiles and grants, without accepted networks.
+/// Decides from the profiles and grants of two members how `source` is connected to `target`. Ignores accepted networks.
 ///
 /// # Errors
 /// Why the two members are not connected.

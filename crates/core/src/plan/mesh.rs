@@ -457,7 +457,7 @@ fn is_trusted(mesh_member: &target::MeshMember<'_>) -> bool {
     mesh_member.cluster.profile == Profile::ClusterMeshed
 }
 
-/// Guesses whether an entry whose changed networks are refused was routed before the change. An entry with a shared pod network
+/// Guesses whether an entry was routed before a change of its networks that is now refused. An entry with a shared pod network
 /// was routed. Another entry was routed if its former networks, which it keeps, contain a podCIDR of the oldest Node that has a
 /// podCIDR. Newer Nodes are ignored: a Node that joins must not change the guess. If a masqueraded entry were planned as routed,
 /// its Nodes would lose their Peers.

@@ -1,5 +1,6 @@
-//! Finds networks that are listed for one member although another member uses them: its Nodes have addresses in them, or kg
-//! on its Nodes routes them into its own interface. They are reported ([`Fact::NetworkInUse`]) and do not change the plan.
+//! Finds networks that are listed for one member although another member uses them: Nodes of the other member have addresses
+//! in them, or kg on these Nodes routes them into kg's interface. The networks are reported ([`Fact::NetworkInUse`]) and do not
+//! change the plan.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,8 +13,8 @@ use crate::{
 };
 
 /// For each cluster-meshed member, returns one fact for each network of another cluster in which Nodes of the member have addresses,
-/// or which kg on these Nodes routes into its own interface. Networks that overlap the member's endpointNetworks are ignored. Sandboxes
-/// are left out, because the untrusted claims of their Nodes must not affect the status of other members.
+/// or which kg on these Nodes routes into kg's interface. Networks that overlap the member's endpointNetworks are ignored.
+/// Sandboxes are left out, because the untrusted claims of their Nodes must not affect the status of other members.
 ///
 /// `nodes` = the Nodes of the member with this entry name.
 pub(super) fn facts<'n>(
@@ -99,7 +100,7 @@ fn addresses(node: &Node) -> impl Iterator<Item = IpNet> {
     addresses.chain(wireguard).chain(kilo_endpoint)
 }
 
-/// The WireGuard network of a node whose tunnel kg owns: kg routes the whole network into its own interface.
+/// The WireGuard network of a node whose tunnel kg owns: kg routes the whole network into kg's interface.
 fn kg_network(node: &Node) -> Option<IpNet> {
     let claim = node.wireguard_ip.value().filter(|_| node.server != Server::Agent)?;
     (claim.prefix_len() < claim.max_prefix_len()).then(|| claim.trunc())

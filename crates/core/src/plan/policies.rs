@@ -30,17 +30,16 @@ impl<'a> MeshInputs<'a> {
         }
         let own_pods = OwnPods::of(target);
         for (source, mesh_member) in self.sources(name, target) {
-            let is_cluster_meshed = mesh_member.cluster.profile == Profile::ClusterMeshed;
-            // A source whose profile became more restrictive keeps a closed policy until its last Peer is deleted. Peers are
-            // deleted one by one, and without a policy the remaining ones would still admit its traffic.
-            let peers = member.peers.iter().flat_map(|peers| peers.values());
+            let is_linked = link::between(target, mesh_member) == Some(Link::Meshed);
+            // A source that is no longer cluster-meshed keeps a closed policy until its last Peer is deleted. Peers are deleted
+            // one by one, and without a policy the remaining ones would still admit its traffic.
             let has_existing_peers = || {
+                let peers = member.peers.iter().flat_map(|peers| peers.values());
                 let mut ours = peers.filter(|peer| peer.owner.source_cluster.as_deref() == Some(source));
                 ours.any(|peer| self.is_ours(&peer.owner))
             };
-            // A cluster-meshed source without a link has no accepted networks, so it needs no policy.
-            if link::between(target, mesh_member) != Some(Link::Meshed) && (is_cluster_meshed || !has_existing_peers())
-            {
+            let keeps_closed_policy = || mesh_member.cluster.profile != Profile::ClusterMeshed && has_existing_peers();
+            if !is_linked && !keeps_closed_policy() {
                 continue;
             }
             let mut networks = mesh_member.networks();

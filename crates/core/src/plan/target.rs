@@ -203,14 +203,15 @@ pub(super) struct KeptTarget {
     /// Names of existing Peers that do not belong to the mesh, or have no valid spec.
     pub(super) foreign: BTreeSet<String>,
     /// Names of existing Peers, except those in `foreign`, for which no planned Peer has the same name, source and key. Usually
-    /// they were not deleted or updated yet. Also names of planned Peers that differ from the naming rule's name without a hash.
+    /// they were not deleted or updated yet. Also names of planned Peers that keep the different name of an existing Peer, or
+    /// that contain a hash because the name without it is taken.
     pub(super) unmatched: BTreeSet<String>,
     /// Some Peer of this hub has no mesh label, or an unmatched Peer has the key of a planned one.
     pub(super) is_entangled: bool,
 }
 
-/// Adds the networks of a closed source's Peers to its closed PeerPolicy. The policy lacks a network that overlaps pods of the target
-/// itself, but Peers contain other parts of this network.
+/// Adds the networks of a closed source's Peers to its closed PeerPolicy. [`MeshInputs::plan_policies`] leaves out a whole
+/// network if a part of it overlaps pods of the target itself, but the Peers may contain the other parts.
 fn close_networks_of_peers(plan: &mut TargetPlan) {
     for policy in plan.policies.values_mut().filter(|policy| policy.spec.closed) {
         let peers = plan.peers.values().filter(|peer| peer.source == policy.source);
@@ -263,7 +264,7 @@ impl<'a> MeshInputs<'a> {
         outcome
     }
 
-    /// Plans the Peers of one target. `false` = as [`peers::PeerPlanner::finish`].
+    /// Plans the Peers of one target. Returns the result of [`peers::PeerPlanner::finish`].
     fn plan_peers(&'a self, mut peer_planner: peers::PeerPlanner<'a, 'a>, outcome: &mut TargetOutcome) -> bool {
         let (name, target) = (peer_planner.name, peer_planner.target);
         peer_planner.add_own_nodes();
@@ -304,9 +305,9 @@ impl<'a> MeshInputs<'a> {
         (!is_unenforced).then_some(link)
     }
 
-    /// Whether `importer` reaches Services of `exporter` through gateways. `false` also if it should ([`link::uses_gateways`]), but kg owns
-    /// the tunnels of all its nodes: kg also sends from addresses that gateways do not accept. Nodes of a sandbox can send only from the
-    /// accepted addresses, so kg is no obstacle there.
+    /// Whether `importer` reaches Services of `exporter` through gateways. This is [`link::uses_gateways`], but `false`
+    /// if kg owns the tunnels of all nodes of the importer: kg also sends from addresses that gateways do not accept.
+    /// Nodes of a sandbox can send only from the accepted addresses, so kg is no obstacle there.
     pub(super) fn uses_gateways(&self, exporter: &MeshMember<'_>, importer: &MeshMember<'_>) -> bool {
         let has_only_kg = importer.last_observed().is_some_and(|member| {
             let mut nodes = member

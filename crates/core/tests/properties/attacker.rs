@@ -130,7 +130,7 @@ fn sandbox(scenario: &mut Scenario) -> &mut Member {
     }
 }
 
-/// The plans of all meshes without the sandbox `c2`, as [`plan_without`] returns it.
+/// The results of [`plan_without`] for the sandbox `c2`, of all meshes.
 fn plans_without_sandbox(plan: &Plan) -> Vec<String> {
     plan.meshes.values().flat_map(|mesh| plan_without(mesh, "c2")).collect()
 }

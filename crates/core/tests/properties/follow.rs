@@ -30,9 +30,9 @@ enum Change {
     Field(usize, usize, Field),
     /// A Node is deleted.
     NodeGone(usize, usize),
-    /// Of the planned steps for a member, those whose position (modulo 8) has its bit set in the mask are written.
+    /// Some of the planned steps for a member are written: bit `i` of the mask selects those whose position modulo 8 is `i`.
     Written(usize, u8),
-    /// An existing Peer is changed, deleted or added by someone else.
+    /// An external change: a Peer is edited, deleted, renamed or copied.
     Peer(usize, usize, PeerEdit),
     /// A member becomes stale, or fresh again.
     Freshness(usize),

@@ -61,7 +61,7 @@ pub(super) fn run(settings: &Settings, settings_path: &Path) -> Result<()> {
         running.insert(manager.start(&service)?, service);
     }
     if settings.pod_network == PodNetwork::Flannel {
-        // In another thread, because this one restarts services, and flanneld may exit before the Node has a pod range.
+        // In another thread, because this one must restart flanneld, which may exit while the Node has no pod range yet.
         std::thread::spawn(|| {
             if let Err(error) = flannel::enable_plugin() {
                 eprintln!("flannel: {error:#}");

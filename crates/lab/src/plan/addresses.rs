@@ -122,7 +122,7 @@ impl ClusterPlan {
         self.families(self.service_cidr, |v6| v6.service_cidr.into())
     }
 
-    /// The address of the API server in `default/kubernetes` (port 6443), which pods use, also those in host networks.
+    /// The endpoint of the Service `default/kubernetes` (port 6443). All pods use this Service, also those in the host network.
     pub(crate) fn advertised_api(&self) -> IpAddr {
         match self.api_node {
             Some(n) => self.node(n).address,

@@ -14,7 +14,8 @@ impl LabPlan {
     /// Makes the nodes of `cluster` workers: pods of the cluster `host`, on its nodes with the numbers `nodes` (see
     /// [`NodeNetwork::Pods`]). Where `i` is the index of `cluster` in the plan, its workers get the subnet number 200 + `i` of
     /// the host's pod range, and its API server also gets a ClusterIP in the host: number 100 + `i` of the Service range.
-    /// The cluster's own pod network becomes a VXLAN, because two workers may be on two links.
+    /// The cluster's own pod network becomes a VXLAN, because [`PodNetwork::HostGateway`] needs all nodes on one link, and
+    /// workers may be on several.
     ///
     /// # Panics
     /// When one of the clusters is not in the plan.

@@ -141,8 +141,8 @@ impl<B: Backend> FirewallManager<B> {
         listing == self.written.as_ref().map(|(_, written)| written)
     }
 
-    /// Updates `written` if the kernel's table is another one: to `desired` if the record shows that an earlier process wrote
-    /// `desired` and the kernel's table is unchanged since then, else to `None`.
+    /// Updates `written` if the kernel's table is not the one in `written`: to `desired` if the record shows that an earlier
+    /// process wrote `desired` and the kernel's table is unchanged since then, else to `None`.
     fn recognize(&mut self, desired: &Firewall, listing: Option<&Listing>) {
         if !self.is_last_listing(listing) {
             let is_known = |listing: &&Listing| {

@@ -123,10 +123,11 @@ impl Gateway {
         let inputs = self.inputs(snapshot, &pod_network);
         let compiled = compile(&inputs);
         // Objects are not applied while the SandboxAccesses are not listed. A new pod gets a closed table before it has a device.
-        // In a restarted container the table and peers of the previous container exist. They stay until the snapshot is complete (each
-        // namespace with a granted Service is listed or fails) and the API server has answered. Otherwise the new table would lack the
-        // endpoints of a namespace that is not listed yet, and interrupt their connections; or it would be closed (see `api_has_answered`)
-        // and interrupt all connections.
+        // In a restarted container the table and peers of the previous container exist. They stay until two conditions hold:
+        // - The snapshot is complete: each namespace with a granted Service is listed or fails. Otherwise the new table would
+        //   lack the endpoints of a namespace that is not listed yet, and interrupt their connections.
+        // - The API server has answered. Before its first answer a new table is closed (`TableManager::open_until`), and would
+        //   interrupt all connections.
         let may_apply = snapshot.are_accesses_listed()
             && (self.table_manager.has_written() || snapshot.is_complete() && self.table_manager.api_has_answered());
         if (may_apply || !self.table_manager.table_exists()) && !self.write_table(&compiled).await? {

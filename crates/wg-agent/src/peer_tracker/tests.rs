@@ -246,7 +246,8 @@ fn removed_peer_without_candidates_keeps_live_endpoint() {
         (None, 0)
     );
 
-    // A peer that was removed with candidates is not remembered: when it is added again, its first candidate is tried.
+    // The tracker forgets the endpoint of a removed peer that had candidates: when the peer is added again, its first candidate
+    // is tried.
     let mut tracker = PeerTracker::default();
     sync(&mut tracker, &["192.0.2.1:1"], start);
     tracker.update(&observed(Some(1), Some("192.0.2.1:1"), 1, 1), start);

@@ -42,8 +42,8 @@ impl DesiredAnnotations {
         self.seen.get(key).unwrap_or(&None) != value
     }
 
-    /// Whether the agent's own annotation has to be added or removed. That happens once in the life of an agent and says which
-    /// program serves the node, so it does not wait for a turn.
+    /// Whether the annotation [`NODE_AGENT`] has to be added or removed. This is rare and shows whether wg-agent runs on the
+    /// node, so it does not wait for a turn.
     fn adds_or_removes_agent(&self) -> bool {
         let wanted = self.status.get(NODE_AGENT);
         wanted.is_some_and(|wanted| wanted.is_some() != matches!(self.seen.get(NODE_AGENT), Some(Some(_))))

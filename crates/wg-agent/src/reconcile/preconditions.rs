@@ -13,8 +13,8 @@ use crate::{
 
 /// kg writes its last-seen annotation every 30 s. kg counts as alive while that annotation is younger than this.
 const KG_ALIVE_SECONDS: i64 = 60;
-/// How long kg must be gone before an agent that has seen it alive starts. An update of kg, with its image pull, takes less. For the
-/// same time the controller keeps the Peers of a node without annotations.
+/// How long kg must be gone before an agent that has seen kg alive sets up its tunnel. An update of kg, with its image pull,
+/// takes less. For the same time the controller keeps the Peers of a node without annotations.
 const KG_GONE: Duration = Duration::from_secs(300);
 
 /// Returns an error while a kind is pending: neither listed nor cached, and its CRD does not count as missing. After this error

@@ -24,7 +24,7 @@ pub(super) struct RepairCounter {
 }
 
 impl RepairCounter {
-    /// A pass applied the table `desired`; `written` = the kernel's table differed and was written.
+    /// Counts the repairs of a pass that applied the table `desired`; `written` = the kernel's table differed and was written.
     pub(super) fn count_firewall_repairs(&mut self, desired: &Firewall, written: bool) -> usize {
         if self.firewall.as_ref() == Some(desired) {
             return usize::from(written);
@@ -33,7 +33,8 @@ impl RepairCounter {
         0
     }
 
-    /// A pass applied `desired` by the changes `done`; `is_complete` = no change failed or was left out.
+    /// Counts the repairs of a pass that applied `desired` by the changes `done`; `is_complete` = no change failed or was left
+    /// out.
     pub(super) fn count_route_repairs(&mut self, desired: &Routes, done: &[Change], is_complete: bool) -> usize {
         let last = self.routes.take();
         let is_repair = |change: &&Change| last.as_ref().is_some_and(|last| is_route_repair(last, change));
@@ -42,7 +43,7 @@ impl RepairCounter {
         repaired
     }
 
-    /// A pass applied `desired` by the changes `done`.
+    /// Counts the repairs of a pass that applied `desired` by the changes `done`.
     pub(super) fn count_peer_repairs<'a>(
         &mut self,
         desired: &Peers,
@@ -62,7 +63,7 @@ impl RepairCounter {
         repaired
     }
 
-    /// A pass applied the settings `desired`.
+    /// Counts the repairs of a pass that applied the settings `desired`.
     pub(super) fn count_setting_repairs(&mut self, desired: &[Sysctl], outcome: &sysctl::Outcome) -> usize {
         let repaired = outcome.written.intersection(&self.settings).count();
         let is_wrong = |name: &Name| outcome.wrong.iter().any(|wrong| wrong.sysctl.name == *name);

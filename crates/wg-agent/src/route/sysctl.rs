@@ -51,10 +51,9 @@ pub async fn ensure(wanted: &[Sysctl]) -> Vec<WrongSetting> {
 pub async fn converge(wanted: &[Sysctl]) -> Outcome {
     let Outcome { mut written, mut wrong } = Outcome::default();
     for sysctl in wanted {
-        if let Err(before) = check(sysctl) {
+        if check(sysctl).is_err() {
             let error = if sysctl.write { write(sysctl).err() } else { None };
-            if let Err(now) = check(sysctl) {
-                let found = if error.is_some() { before } else { now };
+            if let Err(found) = check(sysctl) {
                 wrong.push(WrongSetting {
                     sysctl: sysctl.clone(),
                     found,

@@ -55,7 +55,7 @@ fn accepted_source_route_reaches_no_closed_address() {
     let raw = RawSender::open(&mesh.member, "kilo0");
     let send = |options: &[u8], text: &[u8]| {
         let mut body = udp_body(from, node, (9, PORT), text);
-        // No UDP checksum: it would cover the last address of the source route.
+        // Removes the UDP checksum. A valid one would cover the last address of the source route instead of `node`.
         body[6..8].fill(0);
         raw.send(node, &v4(from, node, UDP, options, 0, 0, &body))
             .expect("send");

@@ -396,7 +396,7 @@ fn replayed_initiation_changes_no_endpoint_or_session() {
     let later = now + Duration::from_secs(1);
     // b waits for an answer to a packet. A replayed initiation does not count as one.
     b.tunnel.unanswered_by_peer = Some(now);
-    // The change of the preshared key has deleted the newest timestamp of an initiation in b, so the recorded one is valid again.
+    // The change of the preshared key deleted the newest initiation timestamp in b, so the recorded initiation is valid again.
     let (received, _) = b.try_receive(&recorded, later).expect("an initiation");
     assert!(!received.moves_endpoint);
     assert_eq!(b.tunnel.unanswered_by_peer, Some(now));

@@ -235,8 +235,8 @@ impl<'a> Demo<'a> {
         Ok(())
     }
 
-    /// Scans before the sandbox changes its routes: only the gateways are reached through the tunnel. First without NetworkPolicies,
-    /// then with those in deploy/.
+    /// Scans mgmt and tenant-a before the sandbox changes its routes. So packets to the gateways go through the tunnel, and
+    /// packets to all other addresses over the underlay. First without NetworkPolicies, then with those in deploy/.
     async fn scan_underlay(&mut self, scene: &Scene<'_>) -> anyhow::Result<()> {
         self.title(
             "a scan of every address of mgmt and tenant-a, at every port that is open at any of them, with unchanged routes",

@@ -232,8 +232,8 @@ fn node_without_a_valid_address_does_not_take_its_key() {
 #[test]
 fn port_that_another_grant_has_is_refused() {
     let bad = with(|inputs| inputs.accesses[0].grants.push(sql("web", 20001)));
-    let refused = "SandboxAccess a: spec.grants[1].gatewayPort: PortDuplicate: port 20001 (tcp) has another grant, which comes first and \
-                   keeps it";
+    let refused = "SandboxAccess a: spec.grants[1].gatewayPort: PortDuplicate: port 20001 (tcp) belongs to another grant, which comes first \
+                   and keeps it";
     assert_refused(&bad, &inputs(), &[refused]);
 }
 
@@ -338,7 +338,7 @@ fn conflicts_between_accesses_of_one_sandbox_are_refused() {
         inputs.accesses.push(z);
     });
     let refused = [
-        "SandboxAccess z: spec.grants[0].gatewayPort: PortDuplicate: port 20001 (tcp) has another grant, which comes first and keeps it",
+        "SandboxAccess z: spec.grants[0].gatewayPort: PortDuplicate: port 20001 (tcp) belongs to another grant, which comes first and keeps it",
         "SandboxAccess z: spec.networks[0]: NetworkOverlap: 100.80.1.0/25 overlaps 100.80.1.0/24 of SandboxAccess a, which comes first and \
          keeps it",
         "SandboxAccess z: spec.nodes[0].publicKey: PublicKeyDuplicate: SandboxAccess a spec.nodes[0] has this key, too, and keeps it: \

@@ -168,7 +168,7 @@ fn draining_endpoint_is_used_if_none_of_its_family_is_ready() {
 }
 
 #[test]
-fn endpoint_listed_several_times_is_ready_if_once_ready() {
+fn endpoint_with_several_entries_is_ready_if_one_of_them_is() {
     let inputs = with_db(|db| db.endpoints = conditions(&["10.244.1.5"], &["10.244.1.5"], &["10.244.1.5"]));
     let grant = grant_of_db(&inputs);
     assert_eq!(grant.balancer.v4, sockets::<Vec<_>>(&["10.244.1.5:5432"]));

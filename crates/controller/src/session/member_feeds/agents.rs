@@ -120,9 +120,9 @@ impl MemberFeeds {
         })
     }
 
-    /// For each node whose report has links, returns the numbers of the node's tunnels (up, down, total) to each member of
-    /// `mesh`. Members to which none of these tunnels is down are missing. Ignores nodes that are not Ready or are being deleted:
-    /// their agents may have stopped, and then their last reports never change.
+    /// For each node that reports links, returns the numbers of the node's tunnels (up, down, total) to each member of `mesh` to
+    /// which at least one of them is down. Ignores nodes that are not Ready or are being deleted: their agents may have stopped,
+    /// and then their last reports never change.
     pub(crate) fn links(&self, mesh: &MeshId) -> Vec<BTreeMap<String, Tunnels>> {
         let prefix = annotations::member_key(&mesh.namespace, &mesh.name, "");
         self.nodes.read(|rows| {

@@ -225,7 +225,9 @@ impl<'a> MeshFollower<'a> {
         rows.filter(|(name, _)| !changed.rows.iter().any(|row| row.name == *name))
     }
 
-    /// No other Node has a key that a changed Node gained or lost, or a network that overlaps such a network.
+    /// Checks that no other Node has a key that a changed Node gained or lost, or a network that overlaps a network that a
+    /// changed Node gained or lost. If the key of a changed Node or its precedence over other Nodes changed, its key and all its
+    /// networks count as gained or lost.
     fn check_claims(
         &self,
         entry: &str,
@@ -285,7 +287,8 @@ impl<'a> MeshFollower<'a> {
                 let mut rows = changed.rows.iter();
                 rows.any(|row| row.before.is_some_and(&test) != row.after.is_some_and(&test))
             };
-            // `PeerPlanner::new` reads all existing Peers, so first test whether either answer would change anything.
+            // Only `PeerPlanner::new` knows `has_nat_keepalive`, but it reads all existing Peers. It is not called if
+            // `changes_with` is false for both values.
             if !changes_with(true) && !changes_with(false) {
                 continue;
             }

@@ -178,7 +178,8 @@ impl<'p> Pair<'p, '_> {
         if was == is {
             return Ok(());
         }
-        // While the anchors are unsettled, existing Peers do not fix them yet, and any node's suitability can change the choice.
+        // Once the existing Peer of a suitable node has an anchored network, that node stays the anchor. Until then
+        // (`KeptTarget::unsettled`), a change of any node's suitability can change the choice.
         let has_unsettled_anchors = kept.targets[self.target].unsettled.contains(self.source);
         if is_anchor || has_unsettled_anchors {
             return Err("an anchor changed");

@@ -30,7 +30,7 @@ impl MeshFollower<'_> {
     /// The changed Peers may change the plan.
     pub(super) fn check_peers(&self, changes: &MeshChanges<'_>, patch: &Patch) -> Result<(), NotFollowed> {
         for (target, changes) in changes {
-            // The result for the last source: the Peers of a source usually follow each other.
+            // Keeps the result for the last source: the rows are sorted by name, so Peers of one source are usually adjacent.
             let mut last_source: Option<(&str, bool)> = None;
             for row in &changes.peers {
                 for peer in [row.before, row.after].into_iter().flatten() {

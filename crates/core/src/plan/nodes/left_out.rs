@@ -11,8 +11,8 @@ use crate::{
 
 impl<'a> RegistryBuilder<'a, '_> {
     /// Adds at most one fact about endpoints and one about location IPs. Each names the first node, because a condition has no room for
-    /// all. An explicit endpoint annotation is not reported here: a Node with an invalid one is skipped. Sandboxes are left out, because
-    /// gateways ignore what their Nodes publish.
+    /// all. An explicit endpoint annotation is not reported here: a Node with an invalid one is skipped. Nothing is reported
+    /// for a sandbox, because the endpoints and location IPs of its Nodes are not used.
     pub(super) fn report_left_out(&self, registry: &mut NodeRegistry<'a>) {
         if self.cluster.profile == Profile::Sandbox {
             return;

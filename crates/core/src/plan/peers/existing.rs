@@ -68,7 +68,7 @@ pub(super) struct ExistingPeers<'a> {
     more_by_key: BTreeMap<PublicKey, Vec<Existing<'a>>>,
     /// Keys of existing Peers that other meshes keep, with the source cluster of each.
     kept_by_other_meshes: BTreeMap<PublicKey, &'a ClusterIdentity>,
-    /// [`crate::plan::target::KeptTarget::foreign`].
+    /// Names of existing Peers that do not belong to the planned mesh, or have no valid spec.
     pub(super) foreign: BTreeSet<String>,
     /// Some Peer of this hub has no mesh label.
     pub(super) has_unlabelled: bool,
@@ -163,7 +163,7 @@ impl<'a> ExistingPeers<'a> {
         (index, kept)
     }
 
-    /// Adds the existing Peers that match no planned Peer.
+    /// Updates `unmatched` and `is_entangled` of `kept` for the existing Peers that match no planned Peer.
     pub(super) fn complete(&self, mut kept: KeptTarget, planned: &BTreeMap<String, Arc<PlannedPeer>>) -> KeptTarget {
         let mut unmatched_keys = Vec::new();
         let mut planned_peers = planned.iter().peekable();

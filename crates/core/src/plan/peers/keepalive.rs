@@ -49,7 +49,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         source: &'s MeshMember<'a>,
         has_nat_keepalive: bool,
     ) -> impl Fn(&Node) -> bool + use<'s, 'a, 'p> {
-        // The other direction: the endpoints of the target's nodes in the source.
+        // Source and target change places here: the context is for the Peers of the target's nodes in the source.
         let context = endpoint::EndpointContext {
             source: &self.target.cluster,
             target_networks: if source.cluster.name == self.name {

@@ -2,9 +2,9 @@
 //! An allowed IP in a podCIDR would take packets between the target's own pods into the tunnel, and a network of a policy would make
 //! these pods unreachable.
 //!
-//! Needed only in two cases. If the target connects its locations, its tunnels also carry podCIDRs outside its allowedNetworks,
-//! which networks of other members may overlap. If the target is masqueraded, it may have the same pod network as a routed
-//! source. Other targets do not need it: their allowedNetworks overlap those of no other cluster (design rule 10).
+//! Needed only in two cases. If the target connects its locations, its tunnels also carry podCIDRs outside its allowedNetworks.
+//! Networks of other members may overlap these podCIDRs. If the target is masqueraded, it may have the same pod network as a
+//! routed source. Other targets do not need it: their allowedNetworks overlap those of no other cluster (design rule 10).
 
 use ipnet::IpNet;
 

@@ -1,5 +1,5 @@
 //! Tests that the status stores anchored networks, and that Nodes cannot claim a part of one. Exceptions: the InternalIP of a Node if
-//! exactly its /32 is anchored, exported pods, and a member that lists no anchored networks.
+//! exactly its /32 is anchored, exported pods, and a member whose `anchoredNetworks` is an empty list.
 
 use super::*;
 

@@ -208,7 +208,9 @@ fn paused_mesh_reserves_no_service_name() {
 }
 
 #[test]
-fn peer_with_key_copied_in_target_is_left_out_only_for_kg() {
+fn peer_with_key_of_a_target_node_is_left_out_if_node_runs_kg() {
+    // Node `copy` of the target `tenant` has the key of the hub's Node `a`. If a Peer in `tenant` had this key, kg would
+    // permanently drop `copy` from the mesh of the nodes of `tenant`. A node in policy mode (`AgentPolicy`) runs kg, too.
     let mesh = two_clusters();
     let peers = |server: Server| {
         let mut seen = seen();
@@ -236,8 +238,6 @@ fn peer_with_key_copied_in_target_is_left_out_only_for_kg() {
         vec!["copy".to_owned()],
     );
     assert_eq!(peers(Server::Agent), (vec![a, b.clone()], copy.clone()));
-    // Node `copy` of the target `tenant` has the key of Node `a`. If a Peer in `tenant` had this key, kg would permanently drop
-    // `copy` from the mesh of the nodes of `tenant`.
     assert_eq!(peers(Server::Kilo), (vec![b.clone()], copy.clone()));
     assert_eq!(peers(Server::AgentPolicy), (vec![b], copy));
 }

@@ -13,7 +13,7 @@ struct Followed {
 }
 
 impl Followed {
-    /// Writes the plan, then applies `change` before the first plan of the planner.
+    /// Writes the plan into the members, then applies `change`. Only then does the planner plan for the first time.
     fn new(mut mesh: Mesh, mut seen: Observations, change: impl FnOnce(&mut Observations)) -> Self {
         for _ in 0..3 {
             write_plan(&mesh, &mut seen);
@@ -26,7 +26,7 @@ impl Followed {
         followed
     }
 
-    /// Plans after a change, and compares the plan with a new one.
+    /// Applies a change. The planner's plan and steps must then equal those of a plan that is computed anew.
     fn check(&mut self, change: impl FnOnce(&mut Observations)) {
         change(&mut self.seen);
         let (meshes, seen) = (std::slice::from_ref(&self.mesh), Arc::new(self.seen.clone()));

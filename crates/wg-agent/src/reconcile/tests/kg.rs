@@ -1,4 +1,4 @@
-//! Passes on a node that kg serves, served, or may serve again, with backends in memory.
+//! Tests the passes of an agent on a node that kg serves, served, or may serve again. The backends are in memory.
 
 use std::time::UNIX_EPOCH;
 

@@ -148,8 +148,8 @@ fn one_node_of_kg_does_not_end_the_imports() {
     assert_eq!(gateway_peers(&plan_mesh(&mesh, &seen).1).len(), 2);
 }
 
-/// After a restart of the controller, an exporter may still be unobserved. The existing PeerPolicy for the exporter has the
-/// exporter's gateways among `networks`.
+/// After a restart of the controller, an exporter may still be unobserved. Then the plan also uses `networks` and `sources`
+/// of its existing PeerPolicy, in which the exporter's gateways are only among `networks`.
 #[test]
 fn gateways_of_an_unobserved_exporter_become_no_sources() {
     let (mut mesh, mut seen) = mesh_with_masqueraded_exporter();
