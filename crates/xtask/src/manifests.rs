@@ -146,7 +146,8 @@ fn member_rules() -> Value {
 /// The name of the Role with [`lease_rules`].
 const LEASES: &str = "clustermesh-leases";
 
-/// The permission for the Lease of the leader, in the namespace of the controller or of its account.
+/// The permission for a Lease: that of the leader, in the controller's namespace in the hub, or the fence, in the namespace of the
+/// controller's account in a member.
 fn lease_rules() -> Value {
     json!([{"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["get", "create", "update"]}])
 }

@@ -347,7 +347,8 @@ pub(super) fn base_table(parameters: &RuleParameters) -> String {
   }}
 
   # Every packet from the tunnel has to belong to a current grant. Only within this chain, the packet's mark is the sandbox. The
-  # connection's mark is set only while it is 0, because a connection without replies stays in state new.
+  # connection's mark is set only while it is 0, because a connection without replies stays in
+  # state new, and its next packet must not move it to a newer grant.
   chain enter {{
     type filter hook prerouting priority mangle; policy accept;
     iifname != "{interface}" accept comment "not from the tunnel"

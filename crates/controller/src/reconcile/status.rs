@@ -244,8 +244,8 @@ impl Reconciler {
             let grace = agents_grace(seen.map_or(0, |seen| seen.nodes.len()));
             let outdated =
                 (self.reports.outdated_agents).update(identity, current.as_deref(), enforced, grace, Instant::now());
-            // For gateways, a text takes the place of the revision: `APPLIED` if the gateway is up to date, otherwise its outdated
-            // SandboxAccesses.
+            // The same for gateways, with texts instead of revisions: the wanted one is `APPLIED`, and that of an outdated gateway lists
+            // its outdated SandboxAccesses.
             let texts = seen.map(enforcement::outdated_accesses).unwrap_or_default();
             let up_to_date = is_fresh.then_some(enforcement::APPLIED);
             let gateways = (self.reports.outdated_gateways).update(

@@ -315,7 +315,8 @@ impl<'a> RegistryBuilder<'a, '_> {
             }
             Some(anchored) => format!(
                 "{claim} overlaps {anchored} of cluster {cluster:?}, which is anchored (status.clusters[].anchored). If Nodes own \
-                 it, list anchoredNetworks without it on that entry; an empty list lets Nodes claim all of allowedNetworks"
+                 this network, set anchoredNetworks of the cluster's entry to a list without it; an empty list lets Nodes claim all of \
+                 allowedNetworks"
             ),
         }
     }

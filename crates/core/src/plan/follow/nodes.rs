@@ -204,6 +204,7 @@ impl<'a> MeshFollower<'a> {
         let is_owned = |net: &IpNet| {
             other_nodes().any(|node| nodes::owned_prefixes(cluster, node).any(|prefix| net.contains(&prefix)))
         };
+        // A network in which no Node has an address any more would become anchored.
         let lost = was.owned.difference(&is.owned);
         let not_anchored = || cluster.allowed.iter().filter(|net| !anchored.contains(net));
         let mut affected = lost.flat_map(|prefix| not_anchored().filter(move |net| net.contains(prefix)));
@@ -259,7 +260,7 @@ impl<'a> MeshFollower<'a> {
             let with_key = all.filter(|node| node.public_key.value().is_some_and(|key| keys.contains(key)));
             let after = changed.rows.iter().filter_map(|row| row.after);
             let own = after.filter(|node| node.public_key.value().is_some());
-            // Each key may occur once, in one changed Node.
+            // All Nodes with one of these keys, changed or not, are counted. There may be one for each key, and it must be a changed Node.
             let own: BTreeSet<PublicKey> = own.filter_map(|node| node.public_key.value()).copied().collect();
             if with_key.count() > own.intersection(&keys).count() {
                 return Err("two Nodes have, or had, the same key");
@@ -315,6 +316,7 @@ impl<'a> MeshFollower<'a> {
             .ok_or("a changed member has no report")?;
         let [old, new] = skipped;
         let mut skipped = report.skipped.clone();
+        // Otherwise no member needs this member's nodes, and the report lists none of them as skipped.
         if report.needs_registration {
             for gone in old {
                 let position = skipped.iter().position(|skipped| skipped == gone);

@@ -125,6 +125,7 @@ impl<'a> ExistingPeers<'a> {
                         is_unobserved
                     }
                 },
+                // `None` = not kept; `Some(None)` = kept, and its mesh has no entry for the source.
                 Ownership::Mesh(mesh) => inputs.kept_source(mesh, peer).is_some_and(|source| {
                     index
                         .kept_by_other_meshes
@@ -163,7 +164,8 @@ impl<'a> ExistingPeers<'a> {
         (index, kept)
     }
 
-    /// Updates `unmatched` and `is_entangled` of `kept` for the existing Peers that match no planned Peer.
+    /// Adds the existing Peers that match no planned Peer to `unmatched` of `kept`. Sets `is_entangled` if one of them has the key of a
+    /// planned Peer.
     pub(super) fn complete(&self, mut kept: KeptTarget, planned: &BTreeMap<String, Arc<PlannedPeer>>) -> KeptTarget {
         let mut unmatched_keys = Vec::new();
         let mut planned_peers = planned.iter().peekable();

@@ -147,6 +147,7 @@ fn uncovered_pod_cidr_is_reported_and_left_out() {
     );
 }
 
+/// The allowedNetworks of the member contain no network of the podCIDR's IP family.
 #[test]
 fn uncovered_pod_cidr_of_family_without_network_adds_no_fact() {
     let mesh = two_clusters();

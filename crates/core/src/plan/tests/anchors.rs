@@ -135,8 +135,9 @@ fn node_that_claims_anchored_network_is_skipped() {
         insert_node(&mut seen, "claiming", claiming);
         let (_, mesh_plan) = plan_mesh(&mesh, &seen);
         let message = format!(
-            "{claim} overlaps 10.97.0.0/16 of cluster \"tenant\", which is anchored (status.clusters[].anchored). If Nodes own it, \
-             list anchoredNetworks without it on that entry; an empty list lets Nodes claim all of allowedNetworks"
+            "{claim} overlaps 10.97.0.0/16 of cluster \"tenant\", which is anchored (status.clusters[].anchored). If Nodes own this \
+             network, set anchoredNetworks of the cluster's entry to a list without it; an empty list lets Nodes claim all of \
+             allowedNetworks"
         );
         assert_eq!(skipped(&mesh_plan), [("claiming", reason, &*message)]);
         assert_eq!(mesh_plan.targets, before, "{claim}");

@@ -31,7 +31,7 @@ impl Demo<'_> {
     /// Scans through one gateway after the other, and revokes the grant while every scanned address is routed through the last gateway.
     pub(super) async fn attack_through_tunnel(&mut self, scene: &Scene<'_>) -> anyhow::Result<()> {
         self.title(
-            "root of notebooks attacks: revokes the controller's rights, and routes every address into the tunnel",
+            "root of the cluster notebooks attacks: it revokes the controller's rights, and routes every address into the tunnel",
         );
         let node = scene
             .sandbox
