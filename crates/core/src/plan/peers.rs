@@ -420,8 +420,8 @@ impl OwnNames<'_> {
     }
 }
 
-/// Whether kg configures routes from this member's Peers on some node. A Node without a key that is neither held nor served
-/// by wg-agent in full mode is ignored: it may have just joined. If no other Node is left, the answer is `true`, the safe assumption.
+/// Whether kg owns the tunnel of some node of this member. A Node without a key counts only if it is held or wg-agent owns its tunnel:
+/// others may have just joined. If no Node counts, the answer is `true`, the safe assumption.
 pub(super) fn runs_kg(member: &Member, is_held: impl Fn(&str) -> bool) -> bool {
     // kg removes a node's key annotation while it restarts, so held nodes count too.
     let has_kg = |(name, node): (&str, &Node)| {

@@ -24,7 +24,7 @@ pub(super) struct GrantOutcome {
     pub(super) report: EgressReport,
     /// `None` = no mirrored Service is planned for the grant.
     pub(super) service: Option<PlannedService>,
-    /// The state that decides the grant was not observed, so an existing mirrored Service is kept.
+    /// The objects on which the grant depends were not observed, so an existing mirrored Service is kept.
     pub(super) keep: bool,
 }
 

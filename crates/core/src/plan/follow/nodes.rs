@@ -154,6 +154,7 @@ impl<'a> MeshFollower<'a> {
         if traits_after != **traits {
             return Err("the IP families, the discovered endpoints or the networks of a member changed");
         }
+        // Equal = the answer has changed: `not_enforcing` contains the members that did not enforce them before.
         if link::enforces_policies(after, None) == self.kept.not_enforcing.contains(entry) {
             return Err("a member enforces PeerPolicies now, or does so no more");
         }
