@@ -146,8 +146,8 @@ fn member_rules() -> Value {
 /// The name of the Role with [`lease_rules`].
 const LEASES: &str = "clustermesh-leases";
 
-/// The permission for a Lease: that of the leader, in the controller's namespace in the hub, or the fence, in the namespace of the
-/// controller's account in a member.
+/// The permission for a Lease. In the hub it is the Lease of the leader, in the controller's namespace. In a member it is the
+/// fence (docs/glossary.md), in the namespace of the controller's account.
 fn lease_rules() -> Value {
     json!([{"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["get", "create", "update"]}])
 }

@@ -475,7 +475,7 @@ fn address_of_this_node_is_left_out_of_the_peer_of_another_location() {
         role: PeerRole::OwnNode("elsewhere".to_owned()),
         ..own
     });
-    // The Peer is used without this address, and `refused` names it.
+    // Only 10.101.0.200/32, the address of this node, is left out: the Peer's other network is used. `refused` names the Peer.
     let compiled = compile(&inputs);
     assert_eq!(compiled.firewall.v4.own_cluster, nets(&["10.77.2.0/24"]));
     let refused: Vec<_> = compiled.refused.into_iter().map(|r| (r.object, r.reason)).collect();

@@ -374,8 +374,9 @@ async fn peers_with_changed_allowed_ips_are_written_sequentially() {
         _ => (200, None),
     });
     let mut steps = [peer_step("a", 1, Action::Update), peer_step("a", 2, Action::Update)];
-    let mutable = steps.iter_mut().map(Arc::make_mut);
-    mutable.for_each(|step| step.fields = vec!["spec.allowedIPs"]);
+    for step in &mut steps {
+        Arc::make_mut(step).fields = vec!["spec.allowedIPs"];
+    }
     fixture.set_steps(&steps);
     tokio::time::sleep(Duration::from_secs(1)).await;
     assert_eq!(fixture.requests(), ["GET a-1", "PUT a-1", "GET a-2", "PUT a-2"]);

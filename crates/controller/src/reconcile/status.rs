@@ -244,14 +244,14 @@ impl Reconciler {
             let grace = agents_grace(seen.map_or(0, |seen| seen.nodes.len()));
             let outdated =
                 (self.reports.outdated_agents).update(identity, current.as_deref(), enforced, grace, Instant::now());
-            // The same for gateways, with texts instead of revisions: the wanted one is `APPLIED`, and that of an outdated gateway lists
-            // its outdated SandboxAccesses.
-            let texts = seen.map(enforcement::outdated_accesses).unwrap_or_default();
-            let up_to_date = is_fresh.then_some(enforcement::APPLIED);
+            // The same for gateways, with texts instead of revisions. The current text is always `APPLIED`. The text of each
+            // gateway is `APPLIED`, or the list of its outdated SandboxAccesses.
+            let current_text = is_fresh.then_some(enforcement::APPLIED);
+            let texts_of_gateways = seen.map(enforcement::outdated_accesses).unwrap_or_default();
             let gateways = (self.reports.outdated_gateways).update(
                 identity,
-                up_to_date,
-                texts,
+                current_text,
+                texts_of_gateways,
                 enforcement::GRACE,
                 Instant::now(),
             );

@@ -70,7 +70,9 @@ pub(super) struct PeerPlanner<'a, 'p> {
     runs_kg: bool,
     /// The sources whose anchors may still change ([`super::target::KeptTarget::unsettled`]).
     unsettled: BTreeSet<String>,
-    /// Names of planned Peers that the naming rule does not give: the first part of [`super::target::KeptTarget::unmatched`].
+    /// Names of planned Peers that keep the different name of an existing Peer, or that contain a hash because the name without
+    /// it is taken. [`ExistingPeers::complete`] adds existing Peers to them, which gives
+    /// [`super::target::KeptTarget::unmatched`].
     unmatched: BTreeSet<String>,
     /// The endpoints at which members other than the target see nodes.
     discovered_by_others: Discovered,

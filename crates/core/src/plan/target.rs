@@ -206,7 +206,8 @@ pub(super) struct KeptTarget {
     /// they were not deleted or updated yet. Also names of planned Peers that keep the different name of an existing Peer, or
     /// that contain a hash because the name without it is taken.
     pub(super) unmatched: BTreeSet<String>,
-    /// Some Peer of this hub has no mesh label, or an unmatched Peer has the key of a planned one.
+    /// Existing Peers decide about planned ones of other names: some Peer of this hub has no mesh label, so a mesh may adopt it,
+    /// or an existing Peer in `unmatched` has the key of a planned Peer. Then no change is followed; the mesh is planned anew.
     pub(super) is_entangled: bool,
 }
 

@@ -226,8 +226,8 @@ proptest! {
         if how != 2 {
             bad.force_endpoint = Claim::Absent;
         }
-        // Whether a target keeps the Peers of quarantined members depends on `only_agents`: whether wg-agent serves all its nodes that
-        // have a tunnel. The bad Node must not change these values.
+        // Whether a target keeps the Peers of quarantined members depends on whether wg-agent serves all its nodes that have a
+        // tunnel (`only_agents`). The bad Node must not change this.
         let before = planned(&scenario);
         let reports = before.meshes.values().filter_map(|mesh| mesh.clusters.get(&format!("c{n}")));
         let is_agent = |node: &Node| node.server == Server::Agent;
@@ -243,10 +243,10 @@ proptest! {
             .collect();
         let first = only_agents.first().copied().flatten();
         let value_of_all = first.filter(|value| only_agents.iter().all(|other| *other == Some(*value)));
-        // If `only_agents` is `Some(true)` in all meshes, wg-agent serves the bad Node; if it is `Some(false)` in all, kg does. This
-        // changes none of these values. Else the bad Node gets no key, so it has no tunnel and changes none either. The planner also checks whether
-        // wg-agent serves any Node, with or without a tunnel: if none, it assumes kg. So a bad Node without a key is served by
-        // wg-agent only if another Node is.
+        // If `only_agents` is `Some(true)` for all meshes, wg-agent serves the bad Node; if it is `Some(false)` for all, kg does.
+        // So the bad Node changes none of the values of `only_agents`. Otherwise it gets no key, so it has no tunnel and does not
+        // count in `only_agents`. The planner also checks whether wg-agent serves any Node, with or without a tunnel: if none, it
+        // assumes kg. So a bad Node without a key is served by wg-agent only if another Node is.
         let bad_node_has_agent = value_of_all.unwrap_or_else(|| {
             bad.public_key = Claim::Absent;
             member.nodes.values().any(is_agent)

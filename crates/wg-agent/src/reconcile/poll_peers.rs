@@ -98,7 +98,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             underlay: &applied.underlay.addresses,
             discovered: self.discovered_endpoints(&applied),
             agent: poll.agent.clone(),
-            // When this node may write its status (`publish`).
+            // When this node may write its status (`publish::Turn`).
             turn: applied.turn,
         });
         self.deps.publish.send_if_modified(|wanted| {

@@ -202,14 +202,14 @@ impl<'a> MeshFollower<'a> {
             return Err("a Node has an address in an anchored network");
         }
         let other_nodes = || self.others(entry, changed).map(|(_, node)| node);
-        let is_owned = |net: &IpNet| {
+        let is_owned_by_others = |net: &IpNet| {
             other_nodes().any(|node| nodes::owned_prefixes(cluster, node).any(|prefix| net.contains(&prefix)))
         };
-        // A network in which no Node has an address any more would become anchored.
+        // The networks in which a changed Node lost an address. One in which no other Node has an address may become anchored.
         let lost = was.owned.difference(&is.owned);
         let not_anchored = || cluster.allowed.iter().filter(|net| !anchored.contains(net));
         let mut affected = lost.flat_map(|prefix| not_anchored().filter(move |net| net.contains(prefix)));
-        if affected.any(|net| !is_owned(net)) {
+        if affected.any(|net| !is_owned_by_others(net)) {
             return Err("no Node has an address in a network any more");
         }
         Ok(())
@@ -260,9 +260,9 @@ impl<'a> MeshFollower<'a> {
             let all = members.flat_map(|member| member.nodes.values());
             let with_key = all.filter(|node| node.public_key.value().is_some_and(|key| keys.contains(key)));
             let after = changed.rows.iter().filter_map(|row| row.after);
-            let own = after.filter(|node| node.public_key.value().is_some());
-            // All Nodes with one of these keys, changed or not, are counted. There may be one for each key, and it must be a changed Node.
-            let own: BTreeSet<PublicKey> = own.filter_map(|node| node.public_key.value()).copied().collect();
+            let own: BTreeSet<PublicKey> = after.filter_map(|node| node.public_key.value()).copied().collect();
+            // Each key may occur once, in a changed Node. `own` counts the key of several changed Nodes once, and no key of other
+            // Nodes, so any further Node with one of the keys makes `with_key.count()` larger.
             if with_key.count() > own.intersection(&keys).count() {
                 return Err("two Nodes have, or had, the same key");
             }

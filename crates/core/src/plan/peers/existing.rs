@@ -126,12 +126,13 @@ impl<'a> ExistingPeers<'a> {
                     }
                 },
                 // `None` = not kept; `Some(None)` = kept, and its mesh has no entry for the source.
-                Ownership::Mesh(mesh) => inputs.kept_source(mesh, peer).is_some_and(|source| {
-                    index
-                        .kept_by_other_meshes
-                        .extend(source.map(|source| (spec.public_key, source)));
-                    true
-                }),
+                Ownership::Mesh(mesh) => {
+                    let kept_source = inputs.kept_source(mesh, peer);
+                    if let Some(Some(source)) = kept_source {
+                        index.kept_by_other_meshes.insert(spec.public_key, source);
+                    }
+                    kept_source.is_some()
+                }
                 // The diff deletes an orphan that is superseded: one with a network of a source of this mesh, or one that describes a node
                 // of the target itself, if this mesh connects the target's locations.
                 Ownership::Orphan => {
@@ -164,8 +165,8 @@ impl<'a> ExistingPeers<'a> {
         (index, kept)
     }
 
-    /// Adds the existing Peers that match no planned Peer to `unmatched` of `kept`. Sets `is_entangled` if one of them has the key of a
-    /// planned Peer.
+    /// Adds the existing Peers that match no planned Peer to [`KeptTarget::unmatched`]. If one of them has the key of a planned
+    /// Peer, sets [`KeptTarget::is_entangled`].
     pub(super) fn complete(&self, mut kept: KeptTarget, planned: &BTreeMap<String, Arc<PlannedPeer>>) -> KeptTarget {
         let mut unmatched_keys = Vec::new();
         let mut planned_peers = planned.iter().peekable();

@@ -210,8 +210,8 @@ fn paused_mesh_reserves_no_service_name() {
 #[test]
 fn peer_with_key_of_a_target_node_is_left_out_if_node_runs_kg() {
     // Node `copy` of the target `tenant` has the key of the hub's Node `a`. If a Peer in `tenant` had this key, kg would
-    // permanently drop `copy` from the mesh of the nodes of `tenant`. A node in policy mode (`AgentPolicy`) runs kg, too. In all cases
-    // `copy` itself gets no Peer in the hub, because `a` owns the key.
+    // permanently drop `copy` from the mesh of the nodes of `tenant`. A node in policy mode (`AgentPolicy`) runs kg, too.
+    // In all cases `copy` itself is skipped: of two nodes with one key, the hub's node keeps it.
     let mesh = two_clusters();
     let peers = |server: Server| {
         let mut seen = seen();

@@ -113,8 +113,8 @@ fn internal_ip_is_only_in_own_peer_in_granularity_full() {
     let (_, mesh_plan) = plan_mesh(&mesh, &seen);
     let own = net_set(&["10.2.1.0/24", "100.66.2.1/32", "172.30.2.1/32"]);
     assert_eq!(*allowed(&mesh_plan, "mgmt", "m--tenant--k1"), own);
-    // `anchored` in a PeerPolicy in the tenant lists the tenant's networks that no Node owns. The InternalIP of k2 is not among them:
-    // k2 owns it, although k2 has no Peer.
+    // `anchored` in a PeerPolicy in the tenant lists those of the tenant's allowedNetworks in which no Node has an address. There
+    // are none: 172.30.2.2/32 contains the InternalIP of k2, which counts although k2 has no Peer.
     let policy = &mesh_plan.targets["tenant"].policies["m--mgmt"];
     assert_eq!(policy.spec.anchored, net_set(&[]));
 }
