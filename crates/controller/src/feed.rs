@@ -20,7 +20,7 @@ mod table;
 mod weight;
 
 pub(crate) use follow::{WatchedResource, follow};
-use table::Table;
+use table::{Answer, Table};
 
 /// Wakes the reconcile loop. A [`Notify`] stores one permit, so any number of changes during a pass causes one further pass.
 pub(crate) type Changed = Arc<Notify>;
@@ -198,9 +198,14 @@ impl<V: Clone + PartialEq> Feed<V> {
         self.lock().trust.clone()
     }
 
-    /// Whether the API server has said which objects exist: the kind was listed completely at least once, or does not exist.
+    /// Whether the API server has said which objects exist: it listed the kind completely, or the kind does not exist.
     pub(crate) fn has_answer(&self) -> bool {
-        self.lock().has_answer
+        matches!(self.lock().answer, Some(Answer::Listed | Answer::Absent))
+    }
+
+    /// Whether the kind does not exist, according to the last answer. A failed request is no answer.
+    pub(crate) fn is_absent(&self) -> bool {
+        self.lock().answer == Some(Answer::Absent)
     }
 
     /// For how long the API server has refused to list or watch the kind (403). `None` = the last request was not refused.
@@ -208,15 +213,11 @@ impl<V: Clone + PartialEq> Feed<V> {
         self.lock().denied_since.map(|since| since.elapsed())
     }
 
-    /// Whether the kind was never read, and was refused for [`FORBIDDEN_AFTER`]. Such a kind is treated like a kind that does not exist.
+    /// Whether the API server refused for [`FORBIDDEN_AFTER`] to list the kind. Such a kind is treated like a kind that does not exist.
     ///
-    /// A kind that was read before is not forbidden: its objects still exist although they cannot be read now.
+    /// A kind that was listed before is not forbidden: its objects still exist although they cannot be read now.
     pub(crate) fn is_forbidden(&self) -> bool {
-        let table = self.lock();
-        !table.was_read
-            && table
-                .denied_since
-                .is_some_and(|since| since.elapsed() >= FORBIDDEN_AFTER)
+        self.lock().answer == Some(Answer::Forbidden)
     }
 
     /// Calls `with` on the map of all rows, under the lock.
@@ -247,9 +248,12 @@ impl<V: Clone + PartialEq> Feed<V> {
             _ => {}
         }
         if table.trust == trust {
-            if table.denied_since.is_some() {
+            if let Some(since) = table.denied_since {
+                if since.elapsed() >= FORBIDDEN_AFTER && table.answer != Some(Answer::Listed) {
+                    table.answer = Some(Answer::Forbidden);
+                }
                 drop(table);
-                // By now the refusal may have lasted for `FORBIDDEN_AFTER`, which changes `is_forbidden`.
+                // The refusal lasts longer now ([`Self::denied_for`]).
                 self.changed.notify_one();
             }
             return false;
@@ -261,8 +265,8 @@ impl<V: Clone + PartialEq> Feed<V> {
             table.malformed.clear();
             // A reduction of the charge never fails.
             let _ = table.charge.as_mut().map(|charge| charge.set(0));
+            table.answer = Some(Answer::Absent);
         }
-        table.has_answer |= trust == Trust::Absent;
         table.trust = trust;
         drop(table);
         self.changed.notify_one();
@@ -400,7 +404,7 @@ impl<V: Clone + PartialEq> Feed<V> {
         table.last_list = table.last_list.max(number);
         let is_current = is_current && table.last_list >= *self.required_list.borrow();
         let trust = if is_current { Trust::Live } else { table.trust.clone() };
-        let is_unchanged = table.has_answer
+        let is_unchanged = table.answer == Some(Answer::Listed)
             && table.trust == trust
             && table.malformed == malformed_before
             && before.len() == table.rows.len()
@@ -408,8 +412,7 @@ impl<V: Clone + PartialEq> Feed<V> {
                 .iter()
                 .zip(&table.rows)
                 .all(|(a, b)| a.0 == b.0 && a.1.value == b.1.value);
-        table.has_answer = true;
-        table.was_read = true;
+        table.answer = Some(Answer::Listed);
         table.denied_since = None;
         table.trust = trust;
         drop(table);

@@ -26,14 +26,23 @@ pub(super) struct Table<V> {
     /// The value that [`super::Feed::required_list`] had when the last complete list began, or when the API server last answered
     /// that the kind does not exist or is denied.
     pub(super) last_list: u64,
-    /// The API server has said which objects exist: the kind was listed completely at least once, or does not exist.
-    pub(super) has_answer: bool,
-    /// The kind was listed completely at least once.
-    pub(super) was_read: bool,
+    /// What the API server last said about the kind. Failed requests do not change it.
+    pub(super) answer: Option<Answer>,
     /// Since when the API server has refused to list or watch the kind (403).
     pub(super) denied_since: Option<tokio::time::Instant>,
     /// The charge for the memory of the rows. `None` for feeds of the hub, whose memory is not limited.
     pub(super) charge: Option<Charge>,
+}
+
+/// What an API server says about a kind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Answer {
+    /// It listed the objects.
+    Listed,
+    /// The kind does not exist (404).
+    Absent,
+    /// The kind may not be read (403): it was refused for [`super::FORBIDDEN_AFTER`], and not listed before.
+    Forbidden,
 }
 
 impl<V> Default for Table<V> {
@@ -44,8 +53,7 @@ impl<V> Default for Table<V> {
             malformed: BTreeMap::new(),
             trust: Trust::Pending,
             last_list: 0,
-            has_answer: false,
-            was_read: false,
+            answer: None,
             denied_since: None,
             charge: None,
         }

@@ -231,13 +231,18 @@ fn refused_kind_is_forbidden_later_unless_read_before() {
     let denied = || Trust::Denied("403".into());
     let is_forbidden_at_once_and_later = |feed: &Feed<i64>| {
         feed.set_trust(denied());
+        feed.set_trust(denied());
         let at_once = feed.is_forbidden();
         feed.lock().denied_since = tokio::time::Instant::now().checked_sub(FORBIDDEN_AFTER);
+        feed.set_trust(denied());
         (at_once, feed.is_forbidden())
     };
     let never_read = feed();
     assert_eq!(is_forbidden_at_once_and_later(&never_read), (false, true));
     assert!(!never_read.has_answer());
+    // The refusal remains known while the API server does not answer.
+    never_read.set_trust(Trust::Broken("no answer".into()));
+    assert!(never_read.is_forbidden());
     let read = feed();
     replace(&read, vec![object("a", "1", json!({"n": 1}))], "1");
     assert_eq!(is_forbidden_at_once_and_later(&read), (false, false));
@@ -250,4 +255,15 @@ fn absent_kind_is_empty_and_counts_as_an_answer() {
     put(&feed, object("a", "1", json!({"n": 1})));
     feed.set_trust(Trust::Absent);
     assert_eq!((rows(&feed), feed.has_answer()), (vec![], true));
+}
+
+#[test]
+fn absent_kind_stays_absent_until_it_is_listed() {
+    let feed = feed();
+    assert!(!feed.is_absent());
+    feed.set_trust(Trust::Absent);
+    feed.set_trust(Trust::Broken("no answer".into()));
+    assert!(feed.is_absent());
+    replace(&feed, vec![], "1");
+    assert!(!feed.is_absent());
 }

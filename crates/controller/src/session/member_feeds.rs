@@ -310,7 +310,7 @@ impl MemberFeeds {
     /// do not count if the ServiceAccount may not read them.
     pub(super) fn have_answers(&self) -> bool {
         self.nodes.has_answer()
-            && self.nodes.trust() != Trust::Absent
+            && !self.nodes.is_absent()
             && self.peers.has_answer()
             && (self.policies.has_answer() || self.policies.is_forbidden())
             && (self.accesses.has_answer() || self.accesses.is_forbidden())
@@ -480,9 +480,10 @@ fn optional_trust<V: Clone + PartialEq>(feed: &Feed<V>) -> Trust {
     }
 }
 
-/// Whether a kind exists and is not forbidden. A kind that was read once never becomes forbidden ([`Feed::is_forbidden`]).
+/// Whether a kind exists and is not forbidden. Both are answers of the API server: while it does not answer, they stay the same. A kind that
+/// was read once never becomes forbidden ([`Feed::is_forbidden`]).
 fn is_readable<V: Clone + PartialEq>(feed: &Feed<V>) -> bool {
-    feed.trust() != Trust::Absent && !feed.is_forbidden()
+    !feed.is_absent() && !feed.is_forbidden()
 }
 
 /// Returns the rows of a feed. `None` = not [`is_readable`].
