@@ -1,5 +1,5 @@
-//! Measures the planner, for `cargo xtask bench plan`: conversion, snapshot, plan and diff of meshed clusters, for a first plan and for
-//! one changed Node. Arguments: clusters, Nodes of each cluster, rounds.
+//! Measures the planner, for `cargo xtask bench plan`: conversion, snapshot, plan and diff of meshed clusters, for a first plan, for a
+//! member that becomes stale and fresh, and for one changed Node. Arguments: clusters, Nodes of each cluster, rounds.
 
 use std::{
     collections::BTreeMap,
@@ -165,6 +165,16 @@ impl World {
         )
     }
 
+    /// Makes a fresh member stale, and a stale one fresh.
+    fn toggle_freshness(&mut self, cluster: usize) {
+        let observation = self.seen.members.get_mut(&identity(cluster)).expect("a member");
+        *observation = match observation.clone() {
+            Observation::Fresh(member) => Observation::Stale(member, "its API server does not answer".into()),
+            Observation::Stale(member, _) => Observation::Fresh(member),
+            _ => unreachable!("every member was observed"),
+        };
+    }
+
     fn member(&mut self, cluster: usize) -> &mut Member {
         match self.seen.members.get_mut(&identity(cluster)) {
             Some(Observation::Fresh(member)) => member,
@@ -274,6 +284,12 @@ fn main() {
     print("nothing changed, planned anew", &quiet);
     let quiet: Vec<Times> = (0..rounds).map(|_| world.pass().0).collect();
     print("nothing changed", &quiet);
+    // An even number of changes, so that the member is fresh at the end.
+    let toggled = (0..2 * rounds).map(|_| {
+        world.toggle_freshness(1);
+        world.pass().0
+    });
+    print("one member stale, or fresh again", &toggled.collect::<Vec<_>>());
     let changes: [(&str, Change); 5] = [
         ("endpoint of one Node changed", |round, _| {
             Some(node(1, 7, 20_000 + u16::try_from(round).unwrap()))

@@ -12,7 +12,7 @@ use crate::{
     mesh::{ClusterIdentity, MeshId, ObjectName, overlap},
     observe::{AccessSpec, Member, Mirror, ObservedPeer, Owner, PeerRole, PeerSpec, PolicySpec, Rows},
     ownership::{self, Ownership},
-    plan::{MeshPlan, Plan, PlannedSlice, TargetPlan},
+    plan::{MemberStepChanges, MeshPlan, Plan, PlannedSlice, TargetPlan},
 };
 
 mod fields;
@@ -107,7 +107,7 @@ pub struct Step {
 #[must_use]
 pub fn diff(plan: &Plan, identity: &ClusterIdentity, member: &Member) -> Vec<Arc<Step>> {
     steps(
-        Differ {
+        &Differ {
             plan,
             identity,
             ignores_pause: false,
@@ -120,7 +120,7 @@ pub fn diff(plan: &Plan, identity: &ClusterIdentity, member: &Member) -> Vec<Arc
 #[must_use]
 pub fn diff_if_resumed(plan: &Plan, identity: &ClusterIdentity, member: &Member) -> Vec<Arc<Step>> {
     steps(
-        Differ {
+        &Differ {
             plan,
             identity,
             ignores_pause: true,
@@ -129,101 +129,40 @@ pub fn diff_if_resumed(plan: &Plan, identity: &ClusterIdentity, member: &Member)
     )
 }
 
-/// Updates the steps of [`diff`] for a member in which only the Peers in `names` have changed, in the plan or in the observation.
-pub fn update_peer_steps(
+/// Updates the steps of [`diff`] for a member in which no other steps may have changed than `changes` says.
+pub(crate) fn update_steps(
     steps: &mut Vec<Arc<Step>>,
     plan: &Plan,
     identity: &ClusterIdentity,
     member: &Member,
-    names: &BTreeSet<String>,
+    changes: &MemberStepChanges,
 ) {
-    let Some(existing) = &member.peers else { return };
     let differ = Differ {
         plan,
         identity,
         ignores_pause: false,
     };
-    let (mut peers, others): (Vec<Arc<Step>>, Vec<Arc<Step>>) = std::mem::take(steps)
+    let (mut peers, mut others): (Vec<Arc<Step>>, Vec<Arc<Step>>) = std::mem::take(steps)
         .into_iter()
         .partition(|step| matches!(step.item, Item::Peer(..)));
-    peers.retain(|step| matches!(&step.item, Item::Peer(name, _) if !names.contains(name)));
-    peers.extend(differ.peers(existing, Some(names)));
-    peers.sort_by_cached_key(|step| (step.action != Action::Delete, step.item.name()));
+    if let Some(existing) = &member.peers {
+        peers.retain(|step| matches!(&step.item, Item::Peer(name, _) if !changes.peers.contains(name)));
+        peers.extend(differ.peers(existing, Some(&changes.peers)));
+        peers.sort_by_cached_key(|step| (step.action != Action::Delete, step.item.name()));
+    }
+    if changes.has_other_kinds {
+        others = differ.other_kinds(member);
+    }
     peers.extend(others);
     *steps = peers;
-    sort_by_phase(steps, existing);
+    sort_by_phase(steps, member);
 }
 
-fn steps(differ: Differ<'_>, member: &Member) -> Vec<Arc<Step>> {
-    let mut steps = Vec::new();
-    if let Some(existing) = &member.peers {
-        steps.extend(differ.peers(existing, None));
-    }
-    if let Some(existing) = &member.policies {
-        let existing = existing
-            .iter()
-            .map(|(name, policy)| (&**name, &policy.owner, policy.spec.as_ref().ok()));
-        let desired = differ.desired(|target| {
-            let policies = target.policies.iter();
-            policies.map(|(name, policy)| (Cow::Borrowed(&**name), &*policy.source, Cow::Borrowed(&policy.spec)))
-        });
-        let superseded = |_: &str, policy: &PolicySpec| differ.is_any_connected(&policy.networks);
-        let item = |name, spec: Option<PolicySpec>| Item::Policy(name, spec.map(Box::new));
-        steps.extend(differ.compare(existing, desired, item, superseded, policy_fields));
-    }
-    if let Some(existing) = &member.accesses {
-        let existing = existing
-            .iter()
-            .map(|(name, access)| (&**name, &access.owner, access.spec.as_ref().ok()));
-        let desired = differ.desired(|target| {
-            let accesses = target.accesses.iter();
-            accesses.map(|(name, access)| (Cow::Borrowed(&**name), &*access.source, Cow::Borrowed(&access.spec)))
-        });
-        let superseded = |_: &str, access: &AccessSpec| differ.is_any_connected(&access.networks);
-        let item = |name, spec: Option<AccessSpec>| Item::Access(name, spec.map(Box::new));
-        steps.extend(differ.compare(existing, desired, item, superseded, access_fields));
-    }
-    let mirrors: BTreeMap<&ObjectName, Mirror> = member
-        .services
-        .iter()
-        .map(|(name, service)| {
-            let mirror = Mirror {
-                ports: service.ports.clone(),
-                families: service.families,
-            };
-            (name, mirror)
-        })
-        .collect();
-    let existing = member.services.iter().filter_map(|(name, service)| {
-        let owner = service.managed.as_ref()?;
-        Some((name, owner, mirrors.get(name)))
-    });
-    let desired = differ.desired(|target| {
-        let services = target.services.iter();
-        services.map(|(name, service)| (Cow::Borrowed(name), &*service.source, Cow::Owned(service.mirror())))
-    });
-    // An orphaned Service is never deleted as superseded: if a mesh plans one with the same name, it is updated.
-    let superseded = |_: &ObjectName, _: &Mirror| false;
-    let services = differ.compare(existing, desired, Item::Service, superseded, |old, new| {
-        differing([
-            ("spec.ports", old.ports != new.ports),
-            ("spec.ipFamilyPolicy", !old.families.cover(new.families)),
-        ])
-    });
-    let kept = |step: &Arc<Step>| {
-        let service = match &step.item {
-            Item::Service(name, None) => Some(name.clone()),
-            Item::Slice(name, None) => member.slices.get(name).map(|slice| ObjectName {
-                namespace: name.namespace.clone(),
-                name: slice.service.clone(),
-            }),
-            _ => None,
-        };
-        service.is_some_and(|service| differ.is_kept(&step.mesh, &service))
-    };
-    let slices = differ.slices(member);
-    steps.extend(services.into_iter().chain(slices).filter(|step| !kept(step)));
-    sort_by_phase(&mut steps, member.peers.as_ref().unwrap_or(&Rows::default()));
+fn steps(differ: &Differ<'_>, member: &Member) -> Vec<Arc<Step>> {
+    let peers = member.peers.as_ref().map(|existing| differ.peers(existing, None));
+    let mut steps = peers.unwrap_or_default();
+    steps.extend(differ.other_kinds(member));
+    sort_by_phase(&mut steps, member);
     steps
 }
 
@@ -234,7 +173,9 @@ fn steps(differ: Differ<'_>, member: &Member) -> Vec<Arc<Step>> {
 /// - 6: creates and updates of mirrored Services
 /// - 7: creates and updates of EndpointSlices
 /// - 8: deletes of PeerPolicies
-fn sort_by_phase(steps: &mut [Arc<Step>], existing: &Rows<ObservedPeer>) {
+fn sort_by_phase(steps: &mut [Arc<Step>], member: &Member) {
+    let none = Rows::default();
+    let existing = member.peers.as_ref().unwrap_or(&none);
     let order = PeerOrder::of(steps, existing);
     steps.sort_by_cached_key(|step| match (&step.item, step.action) {
         (Item::Policy(..), Action::Delete) => 8,
@@ -465,6 +406,76 @@ impl<'a> Differ<'a> {
         self.compare(existing, desired, Item::Peer, superseded, |old, new: &Arc<PeerSpec>| {
             peer_fields(old, new)
         })
+    }
+
+    /// The steps of all kinds but Peers.
+    fn other_kinds(&self, member: &Member) -> Vec<Arc<Step>> {
+        let mut steps = Vec::new();
+        if let Some(existing) = &member.policies {
+            let existing = existing
+                .iter()
+                .map(|(name, policy)| (&**name, &policy.owner, policy.spec.as_ref().ok()));
+            let desired = self.desired(|target| {
+                let policies = target.policies.iter();
+                policies.map(|(name, policy)| (Cow::Borrowed(&**name), &*policy.source, Cow::Borrowed(&policy.spec)))
+            });
+            let superseded = |_: &str, policy: &PolicySpec| self.is_any_connected(&policy.networks);
+            let item = |name, spec: Option<PolicySpec>| Item::Policy(name, spec.map(Box::new));
+            steps.extend(self.compare(existing, desired, item, superseded, policy_fields));
+        }
+        if let Some(existing) = &member.accesses {
+            let existing = existing
+                .iter()
+                .map(|(name, access)| (&**name, &access.owner, access.spec.as_ref().ok()));
+            let desired = self.desired(|target| {
+                let accesses = target.accesses.iter();
+                accesses.map(|(name, access)| (Cow::Borrowed(&**name), &*access.source, Cow::Borrowed(&access.spec)))
+            });
+            let superseded = |_: &str, access: &AccessSpec| self.is_any_connected(&access.networks);
+            let item = |name, spec: Option<AccessSpec>| Item::Access(name, spec.map(Box::new));
+            steps.extend(self.compare(existing, desired, item, superseded, access_fields));
+        }
+        let mirrors: BTreeMap<&ObjectName, Mirror> = member
+            .services
+            .iter()
+            .map(|(name, service)| {
+                let mirror = Mirror {
+                    ports: service.ports.clone(),
+                    families: service.families,
+                };
+                (name, mirror)
+            })
+            .collect();
+        let existing = member.services.iter().filter_map(|(name, service)| {
+            let owner = service.managed.as_ref()?;
+            Some((name, owner, mirrors.get(name)))
+        });
+        let desired = self.desired(|target| {
+            let services = target.services.iter();
+            services.map(|(name, service)| (Cow::Borrowed(name), &*service.source, Cow::Owned(service.mirror())))
+        });
+        // An orphaned Service is never deleted as superseded: if a mesh plans one with the same name, it is updated.
+        let superseded = |_: &ObjectName, _: &Mirror| false;
+        let services = self.compare(existing, desired, Item::Service, superseded, |old, new| {
+            differing([
+                ("spec.ports", old.ports != new.ports),
+                ("spec.ipFamilyPolicy", !old.families.cover(new.families)),
+            ])
+        });
+        let kept = |step: &Arc<Step>| {
+            let service = match &step.item {
+                Item::Service(name, None) => Some(name.clone()),
+                Item::Slice(name, None) => member.slices.get(name).map(|slice| ObjectName {
+                    namespace: name.namespace.clone(),
+                    name: slice.service.clone(),
+                }),
+                _ => None,
+            };
+            service.is_some_and(|service| self.is_kept(&step.mesh, &service))
+        };
+        let slices = self.slices(member);
+        steps.extend(services.into_iter().chain(slices).filter(|step| !kept(step)));
+        steps
     }
 
     /// Whether an active mesh connects one of these networks to this member.

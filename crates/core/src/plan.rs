@@ -35,8 +35,8 @@ mod target;
 #[cfg(test)]
 pub(crate) mod tests;
 
-pub(crate) use follow::Follower;
 pub use follow::NotFollowed;
+pub(crate) use follow::{Follower, MemberStepChanges};
 pub use link::{Link, NotConnected, decide_by_entries};
 pub use members::{MemberView, MeshMembers, members};
 pub use result::{

@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, sync::Arc};
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 
 use crate::{
-    diff::{Step, diff, update_peer_steps},
+    diff::{Step, diff, update_steps},
     mesh::{ClusterIdentity, Mesh},
     observe::{Member, Observation, Observations},
     plan::{Follower, Naming, NotFollowed, Plan, Settings},
@@ -14,8 +14,8 @@ use crate::{
 /// The steps of each observed member.
 pub type Steps = BTreeMap<ClusterIdentity, Vec<Arc<Step>>>;
 
-/// Plans all meshes as [`crate::plan::plan`] does, and computes the steps of all members as [`diff`] does, but applies changed
-/// Nodes and Peers to the last plan: a changed Node costs little in a large mesh.
+/// Plans all meshes as [`crate::plan::plan`] does, and computes the steps of all members as [`diff`] does, but applies changes of
+/// Nodes, Peers and the freshness of members to the last plan: such a change costs little in a large mesh.
 #[derive(Debug, Default)]
 pub struct Planner {
     follower: Follower,
@@ -52,10 +52,10 @@ impl Planner {
         };
         match &changed {
             Ok(changed) => {
-                for (identity, names) in changed {
+                for (identity, changes) in changed {
                     let member = seen.members.get(identity).and_then(Observation::last);
                     if let Some((steps, member)) = self.steps.get_mut(identity).zip(member) {
-                        update_peer_steps(steps, &plan, identity, member, names);
+                        update_steps(steps, &plan, identity, member, changes);
                     }
                 }
                 debug_assert_eq!(self.steps, all_steps());

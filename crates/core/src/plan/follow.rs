@@ -1,8 +1,8 @@
-//! Applies changed Nodes and Peers to the last plan, instead of planning all meshes anew.
+//! Applies changes of Nodes, Peers and the freshness of members to the last plan, instead of planning all meshes anew.
 //!
 //! [`super::plan`] is the reference: [`Follower::plan`] returns an equal plan. It follows a change only if it can show that the change
-//! touches nothing but the Peers of the changed Nodes, and the reports about these Nodes. After any other change it plans anew.
-//! [`nodes`] has the conditions for Nodes, [`peers`] those for existing Peers.
+//! touches nothing but the Peers of the changed Nodes, the reports about these Nodes and members, and which objects may be deleted. After
+//! any other change it plans anew. [`nodes`] has the conditions for Nodes, [`peers`] those for existing Peers.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -10,7 +10,9 @@ use std::{
 };
 
 use super::{
-    Fact, MeshPlan, Naming, Plan, PlannedPeer, Settings, Skipped, by_age, claims, location,
+    Fact, MeshPlan, Naming, Plan, PlannedPeer, Settings, Skipped, by_age, claims,
+    link::{self, Link},
+    location,
     mesh::{MeshPlanner, PreparedMesh},
     peers::existing::is_matched,
     plan_and_keep,
@@ -22,11 +24,13 @@ use crate::{
 };
 
 mod changes;
+mod freshness;
 mod nodes;
 mod pair;
 mod peers;
 
 use changes::MemberChanges;
+use freshness::FreshnessPatch;
 
 /// By entry name.
 type MeshChanges<'a> = BTreeMap<&'a str, MemberChanges<'a>>;
@@ -34,8 +38,17 @@ type MeshChanges<'a> = BTreeMap<&'a str, MemberChanges<'a>>;
 /// Why a change is not followed, so that all meshes are planned anew.
 pub type NotFollowed = &'static str;
 
-/// Peers by member and name.
-pub(crate) type PeerNames = BTreeMap<ClusterIdentity, BTreeSet<String>>;
+/// What may have changed in the steps of each member.
+pub(crate) type StepChanges = BTreeMap<ClusterIdentity, MemberStepChanges>;
+
+/// What may have changed in the steps of one member.
+#[derive(Debug, Default)]
+pub(crate) struct MemberStepChanges {
+    /// Names of Peers whose plan or observation changed, or that may now be deleted, or no longer.
+    pub(crate) peers: BTreeSet<String>,
+    /// Objects of other kinds may now be deleted, or no longer.
+    pub(crate) has_other_kinds: bool,
+}
 
 /// Plans all meshes again and again, and follows changes.
 #[derive(Debug, Default)]
@@ -75,6 +88,8 @@ struct Patch {
     peers: BTreeMap<String, BTreeMap<String, Option<Arc<PlannedPeer>>>>,
     /// By entry name.
     reports: BTreeMap<String, ReportPatch>,
+    /// By entry name.
+    freshness: BTreeMap<String, FreshnessPatch>,
 }
 
 /// New values for the report of one entry.
@@ -88,15 +103,14 @@ struct ReportPatch {
 impl Follower {
     /// Plans all meshes, as [`super::plan`] does, or follows the changes since the last call.
     ///
-    /// Returns the plan, and the Peers whose plan or observation changed; nothing else that [`crate::diff`] compares has changed. If all
-    /// meshes were planned anew, returns the reason instead of the Peers.
+    /// Returns the plan, and which steps of [`crate::diff`] may have changed. If all meshes were planned anew, returns the reason instead.
     pub(crate) fn plan(
         &mut self,
         meshes: &[Mesh],
         seen: &Arc<Observations>,
         settings: &Settings,
         naming: &dyn Naming,
-    ) -> (Arc<Plan>, Result<PeerNames, NotFollowed>) {
+    ) -> (Arc<Plan>, Result<StepChanges, NotFollowed>) {
         let why = match &mut self.last {
             None => "there is no earlier plan",
             Some(last) => match last.follow(meshes, seen, settings, naming) {
@@ -131,7 +145,7 @@ impl Last {
         seen: &Arc<Observations>,
         settings: &Settings,
         naming: &dyn Naming,
-    ) -> Result<PeerNames, NotFollowed> {
+    ) -> Result<StepChanges, NotFollowed> {
         if self.meshes != meshes || self.settings != *settings {
             return Err("the ClusterMeshes or the settings changed");
         }
@@ -175,19 +189,27 @@ impl Last {
             let mut patch = Patch::default();
             follower.follow_nodes(changes, &mut patch)?;
             follower.check_peers(changes, &patch)?;
+            follower.follow_freshness(changes, &mut patch);
             patches.push((*id, patch));
         }
-        let mut changed = PeerNames::new();
+        let mut changed = StepChanges::new();
         for (id, patch) in patches {
-            let mut names: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+            let mut by_target: BTreeMap<String, MemberStepChanges> = BTreeMap::new();
             for (target, peers) in &patch.peers {
-                names.entry(target.clone()).or_default().extend(peers.keys().cloned());
+                let names = peers.keys().cloned();
+                by_target.entry(target.clone()).or_default().peers.extend(names);
             }
-            for (entry, changes) in &changed_meshes[id].1 {
-                let rows = changes.peers.iter().map(|row| row.name.to_owned());
-                names.entry((*entry).to_owned()).or_default().extend(rows);
+            for (entry, changes) in changed_meshes[id]
+                .1
+                .iter()
+                .filter(|(_, changes)| !changes.peers.is_empty())
+            {
+                let names = changes.peers.iter().map(|row| row.name.to_owned());
+                by_target.entry((*entry).to_owned()).or_default().peers.extend(names);
             }
-            names.retain(|_, names| !names.is_empty());
+            for target in patch.freshness.values().flat_map(|patch| &patch.targets) {
+                by_target.entry(target.clone()).or_default().has_other_kinds = true;
+            }
             if !patch.is_empty()
                 && let Some(planned) = Arc::make_mut(&mut self.plan).meshes.get_mut(id)
             {
@@ -196,12 +218,12 @@ impl Last {
             let (Some(planned), Some(Ok(kept))) = (self.plan.meshes.get(id), self.kept.get_mut(id)) else {
                 continue;
             };
-            for (target, names) in names {
-                kept.update(&target, &names, planned, seen);
-                changed
-                    .entry(planned.identities[&target].clone())
-                    .or_default()
-                    .extend(names);
+            for (target, mut changes) in by_target {
+                kept.update(&target, &changes.peers, planned, seen);
+                if changes.has_other_kinds {
+                    changes.peers.extend(kept.unplanned(&target));
+                }
+                changed.insert(planned.identities[&target].clone(), changes);
             }
         }
         self.seen = Arc::clone(seen);
@@ -221,6 +243,21 @@ struct MeshFollower<'a> {
     before: MeshPlanner<'a, 'a>,
     /// The planner with the present observations.
     after: MeshPlanner<'a, 'a>,
+}
+
+impl MeshFollower<'_> {
+    /// How `source` is connected to `target`, as in [`super::target::MeshInputs::link`].
+    fn link(&self, target: &str, source: &str) -> Option<Link> {
+        let member = |name: &str| {
+            let traits = self.kept.traits.get(name)?;
+            Some(MeshMember {
+                traits: Arc::clone(traits),
+                observed: self.after.seen.members.get(&traits.cluster.identity),
+            })
+        };
+        let (target_member, source) = (member(target)?, member(source)?);
+        link::between_enforced(&target_member, &source, self.kept.not_enforcing.contains(target))
+    }
 }
 
 impl Kept {
@@ -320,6 +357,12 @@ impl Kept {
         networks.map(|networks| &**networks).unwrap_or_default()
     }
 
+    /// The names of the existing Peers in this target that may not be planned.
+    fn unplanned(&self, target: &str) -> impl Iterator<Item = String> {
+        let kept = self.targets.get(target).into_iter();
+        kept.flat_map(|kept| kept.unmatched.iter().chain(&kept.foreign).cloned())
+    }
+
     /// Updates which of these Peers match no planned Peer.
     fn update(&mut self, target: &str, names: &BTreeSet<String>, planned: &MeshPlan, seen: &Observations) {
         let (Some(kept), Some(plan)) = (self.targets.get_mut(target), planned.targets.get(target)) else {
@@ -348,7 +391,7 @@ fn is_masqueraded(traits: &MemberTraits) -> bool {
 
 impl Patch {
     fn is_empty(&self) -> bool {
-        self.peers.is_empty() && self.reports.is_empty()
+        self.peers.is_empty() && self.reports.is_empty() && self.freshness.is_empty()
     }
 
     fn apply(self, planned: &mut MeshPlan) {
@@ -373,6 +416,22 @@ impl Patch {
             report.registered = patch.registered;
             report.skipped = patch.skipped;
             report.behind_nat = patch.behind_nat;
+        }
+        for (entry, patch) in self.freshness {
+            planned
+                .facts
+                .retain(|fact| !matches!(fact, Fact::MemberNotFresh { cluster, .. } if *cluster == entry));
+            for target in &patch.targets {
+                let Some(target) = planned.targets.get_mut(target) else {
+                    continue;
+                };
+                if patch.not_fresh.is_some() {
+                    target.sources_not_fresh.insert(entry.clone());
+                } else {
+                    target.sources_not_fresh.remove(&entry);
+                }
+            }
+            planned.facts.extend(patch.not_fresh);
         }
     }
 }

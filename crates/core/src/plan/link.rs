@@ -96,6 +96,18 @@ pub(super) fn between(target: &MeshMember<'_>, source: &MeshMember<'_>) -> Optio
     decide(target, source).ok()
 }
 
+/// The result of [`between`]; `None` also if both are cluster-meshed, `source` is quarantined and some node of the target does not
+/// enforce PeerPolicies (`is_not_enforcing`): on such a node, only deleting the Peers of `source` stops its traffic.
+pub(super) fn between_enforced(
+    target: &MeshMember<'_>,
+    source: &MeshMember<'_>,
+    is_not_enforcing: bool,
+) -> Option<Link> {
+    let link = between(target, source)?;
+    let is_unenforced = link == Link::Meshed && source.cluster.quarantine && is_not_enforcing;
+    (!is_unenforced).then_some(link)
+}
+
 /// Names of a member's registered and held nodes.
 fn registered_and_held<'r>(registry: Option<&'r NodeRegistry<'_>>) -> BTreeSet<&'r str> {
     let registered = registry.into_iter().flat_map(|registry| &registry.registered);

@@ -166,17 +166,7 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
         let mut mesh_members = BTreeMap::new();
         for entry in &self.mesh.clusters {
             let observed = self.seen.members.get(&entry.identity);
-            let (state, reason) = observed.map_or(("Missing", Some("it was not observed yet")), |o| {
-                (o.state_name(), o.not_fresh_reason())
-            });
-            if let Some(message) = reason {
-                let message = message.to_owned();
-                planned.facts.insert(Fact::MemberNotFresh {
-                    cluster: entry.name.clone(),
-                    state,
-                    message,
-                });
-            }
+            planned.facts.extend(Fact::member_not_fresh(&entry.name, observed));
             let traits = self.member_traits(entry, observed.and_then(Observation::last), planned);
             let traits = Arc::new(traits);
             mesh_members.insert(entry.name.clone(), target::MeshMember { traits, observed });

@@ -10,7 +10,7 @@ use ipnet::IpNet;
 
 use crate::{
     mesh::{ClusterIdentity, MeshId, ObjectName},
-    observe::{AccessSpec, Families, Mirror, PeerSpec, PolicySpec, ServicePort, SliceEndpoint},
+    observe::{AccessSpec, Families, Member, Mirror, Observation, PeerSpec, PolicySpec, ServicePort, SliceEndpoint},
     ownership::Claimant,
     plan::MAX_PEERS_PER_TARGET,
 };
@@ -218,6 +218,18 @@ pub struct Uncovered {
 }
 
 impl Fact {
+    /// Reports a member whose observation is not fresh. `None` as `observed` = it was not observed yet.
+    pub(super) fn member_not_fresh(entry: &str, observed: Option<&Observation<Member>>) -> Option<Self> {
+        let (state, reason) = observed.map_or(("Missing", Some("it was not observed yet")), |observed| {
+            (observed.state_name(), observed.not_fresh_reason())
+        });
+        Some(Self::MemberNotFresh {
+            cluster: entry.to_owned(),
+            state,
+            message: reason?.to_owned(),
+        })
+    }
+
     /// Reports a target with more Peers than were tested.
     pub(super) fn mesh_too_large(target: &str, peers: usize) -> Option<Self> {
         (peers > MAX_PEERS_PER_TARGET).then(|| Self::MeshTooLarge {

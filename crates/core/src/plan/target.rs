@@ -298,12 +298,9 @@ impl<'a> MeshInputs<'a> {
             || self.mesh_members.values().any(has_gateways)
     }
 
-    /// How `source` is connected to the target `name`. `None` also if both are cluster-meshed, `source` is quarantined and some node of the
-    /// target does not enforce PeerPolicies: on such a node, only deleting the Peers of `source` stops its traffic.
+    /// How `source` is connected to the target `name` ([`link::between_enforced`]).
     pub(super) fn link(&self, name: &str, target: &MeshMember<'_>, source: &MeshMember<'_>) -> Option<Link> {
-        let link = link::between(target, source)?;
-        let is_unenforced = link == Link::Meshed && source.cluster.quarantine && self.not_enforcing.contains(name);
-        (!is_unenforced).then_some(link)
+        link::between_enforced(target, source, self.not_enforcing.contains(name))
     }
 
     /// Whether `importer` reaches Services of `exporter` through gateways. This is [`link::uses_gateways`], but `false`

@@ -9,8 +9,11 @@ use std::{
 use clustermesh_core::{
     diff::{Item, Step, diff},
     key::PublicKey,
-    mesh::{Addressing, Locations, Mesh, Profile},
-    observe::{Claim, Endpoint, Member, Node, Observation, Observations, ObservedPeer, Owner, Rows, Server},
+    mesh::{Addressing, Locations, Mesh, MeshId, Profile},
+    observe::{
+        Claim, Endpoint, Member, Node, Observation, Observations, ObservedPeer, ObservedPolicy, Owner, PolicySpec,
+        Rows, Server,
+    },
     plan::{NotFollowed, Plan, Settings, plan},
     planner::{Planner, Steps},
 };
@@ -51,6 +54,8 @@ enum EntryEdit {
 #[derive(Debug, Clone, Copy)]
 enum MemberEdit {
     Policies,
+    /// A PeerPolicy of another member that is not planned is created.
+    OldPolicy,
     Peers,
     ApiEndpoint,
 }
@@ -146,9 +151,15 @@ fn change() -> impl Strategy<Value = Change> {
         ][..],
     );
     let entry = select(&[EntryEdit::Quarantine, EntryEdit::Keepalive][..]);
-    let member = select(&[MemberEdit::Policies, MemberEdit::Peers, MemberEdit::ApiEndpoint][..]);
+    let member = select(
+        &[
+            MemberEdit::Policies,
+            MemberEdit::OldPolicy,
+            MemberEdit::Peers,
+            MemberEdit::ApiEndpoint,
+        ][..],
+    );
     let rare = prop_oneof![
-        2 => (0usize..3).prop_map(Change::Freshness),
         1 => (0usize..3, entry).prop_map(|(n, edit)| Change::Entry(n, edit)),
         1 => (0usize..3, member).prop_map(|(n, edit)| Change::Member(n, edit)),
     ];
@@ -156,6 +167,7 @@ fn change() -> impl Strategy<Value = Change> {
         12 => of_node,
         8 => (0usize..3, prop_oneof![1 => Just(255u8), 1 => any::<u8>()]).prop_map(|(n, mask)| Change::Written(n, mask)),
         3 => (0usize..3, 0usize..20, edit).prop_map(|(n, position, edit)| Change::Peer(n, position, edit)),
+        2 => (0usize..3).prop_map(Change::Freshness),
         1 => rare,
     ]
 }
@@ -297,6 +309,20 @@ fn write(member: &mut Member, step: &Step) {
     }
 }
 
+/// A PeerPolicy of the mesh for the member `source`.
+fn old_policy(mesh: &MeshId, source: usize) -> ObservedPolicy {
+    let owner = Owner {
+        mesh: Some(mesh.name.clone()),
+        mesh_namespace: Some(mesh.namespace.clone()),
+        hub: Some("hub".into()),
+        source_cluster: Some(format!("c{source}")),
+    };
+    ObservedPolicy {
+        owner,
+        spec: Ok(PolicySpec::default()),
+    }
+}
+
 fn apply(meshes: &mut [Mesh], seen: &mut Observations, change: &Change, last: &Plan) {
     let keys: Vec<Vec<PublicKey>> = (0..3)
         .map(|n| {
@@ -351,6 +377,12 @@ fn apply(meshes: &mut [Mesh], seen: &mut Observations, change: &Change, last: &P
             match edit {
                 MemberEdit::Policies => {
                     member.policies = member.policies.is_none().then(BTreeMap::new);
+                }
+                MemberEdit::OldPolicy => {
+                    let policies = member.policies.iter_mut();
+                    policies.for_each(|policies| {
+                        drop(policies.insert("old".into(), old_policy(&meshes[0].id, (n + 1) % 3)))
+                    });
                 }
                 MemberEdit::Peers => member.peers = member.peers.is_none().then(Rows::default),
                 MemberEdit::ApiEndpoint => drop(member.api_endpoints.insert("172.30.1.9:6443".parse().unwrap())),

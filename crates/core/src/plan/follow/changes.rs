@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use super::NotFollowed;
 use crate::{
     mesh::ClusterIdentity,
-    observe::{ChangedRow, Member, Node, Observations, ObservedPeer},
+    observe::{ChangedRow, Member, Node, Observation, Observations, ObservedPeer},
 };
 
 /// What differs between two observations of one member.
@@ -13,9 +13,11 @@ use crate::{
 pub(super) struct MemberChanges<'a> {
     pub(super) nodes: Vec<ChangedRow<'a, Node>>,
     pub(super) peers: Vec<ChangedRow<'a, ObservedPeer>>,
+    /// The present observation, if it became fresh or stale, or is stale for another reason.
+    pub(super) freshness: Option<&'a Observation<Member>>,
 }
 
-/// The members with changed Nodes or Peers.
+/// The members whose Nodes, Peers or freshness changed.
 ///
 /// # Errors
 /// Something else changed.
@@ -37,20 +39,26 @@ pub(super) fn find<'a>(
     }
     let mut changes = BTreeMap::new();
     for ((identity, before), after) in before.members.iter().zip(members.values()) {
-        if before.state_name() != after.state_name() || before.not_fresh_reason() != after.not_fresh_reason() {
-            return Err("the state of an observation, or its reason, changed");
-        }
-        let (Some(before), Some(after)) = (before.last(), after.last()) else {
-            continue;
+        let is_same_state =
+            before.state_name() == after.state_name() && before.not_fresh_reason() == after.not_fresh_reason();
+        let (Some(last_before), Some(last)) = (before.last(), after.last()) else {
+            if is_same_state {
+                continue;
+            }
+            return Err("the state of a member that is or was not observed changed");
         };
-        let changed = compare(before, after)?;
-        if !changed.nodes.is_empty() || !changed.peers.is_empty() {
+        let changed = MemberChanges {
+            freshness: (!is_same_state).then_some(after),
+            ..compare(last_before, last)?
+        };
+        if !changed.nodes.is_empty() || !changed.peers.is_empty() || changed.freshness.is_some() {
             changes.insert(identity, changed);
         }
     }
     Ok(changes)
 }
 
+/// Compares the observed objects.
 fn compare<'a>(before: &'a Member, after: &'a Member) -> Result<MemberChanges<'a>, NotFollowed> {
     let Member {
         uid,
@@ -85,5 +93,6 @@ fn compare<'a>(before: &'a Member, after: &'a Member) -> Result<MemberChanges<'a
     Ok(MemberChanges {
         nodes: nodes.changes_since(&before.nodes),
         peers,
+        freshness: None,
     })
 }

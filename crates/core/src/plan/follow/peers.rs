@@ -5,14 +5,9 @@ use ipnet::IpNet;
 use super::{MeshChanges, MeshFollower, NotFollowed, Patch};
 use crate::{
     key::PublicKey,
-    observe::{ChangedRow, Observation, ObservedPeer, PeerSpec},
+    observe::{ChangedRow, ObservedPeer, PeerSpec},
     ownership::{self, Ownership},
-    plan::{
-        PlannedPeer,
-        link::{self, Link},
-        peers::keepalive::nat_keepalive,
-        target::MeshMember,
-    },
+    plan::{PlannedPeer, link::Link, peers::keepalive::nat_keepalive},
 };
 
 impl MeshFollower<'_> {
@@ -37,7 +32,7 @@ impl MeshFollower<'_> {
                     let source = self.source(peer).ok_or("a Peer of another owner changed")?;
                     let is_meshed = match last_source {
                         Some((last, is_meshed)) if last == source => is_meshed,
-                        _ => self.is_meshed(target, source),
+                        _ => self.link(target, source) == Some(Link::Meshed),
                     };
                     last_source = Some((source, is_meshed));
                     if !is_meshed {
@@ -56,19 +51,6 @@ impl MeshFollower<'_> {
         let owner = ownership::of(&peer.owner, &planner.seen.hub, planner.claimants);
         let is_ours = peer.spec.is_ok() && owner == Ownership::Mesh(&planner.mesh.id);
         peer.owner.source_cluster.as_deref().filter(|_| is_ours)
-    }
-
-    fn is_meshed(&self, target: &str, source: &str) -> bool {
-        let member = |name: &str| {
-            let traits = self.kept.traits.get(name)?;
-            let observed: Option<&Observation<_>> = self.after.seen.members.get(&traits.cluster.identity);
-            Some(MeshMember {
-                traits: traits.clone(),
-                observed,
-            })
-        };
-        let members = member(target).zip(member(source));
-        members.is_some_and(|(target, source)| link::between(&target, &source) == Some(Link::Meshed))
     }
 
     fn check_peer(&self, target: &str, row: &ChangedRow<'_, ObservedPeer>, patch: &Patch) -> Result<(), NotFollowed> {

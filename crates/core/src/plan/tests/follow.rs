@@ -111,13 +111,12 @@ fn change_that_may_concern_other_nodes_is_not_followed() {
         anew(family),
         "the IP families, the discovered endpoints or the networks of a member changed"
     );
-    let stale = |mesh: &mut Followed| {
-        let member = mesh.seen.members[&secret("tenant")].last().cloned().unwrap();
-        let stale = Observation::Stale(member, "watch broken".into());
-        mesh.seen.members.insert(secret("tenant"), stale);
+    let lost = |mesh: &mut Followed| {
+        let missing = Observation::Missing("no Secret".into());
+        mesh.seen.members.insert(secret("tenant"), missing);
         mesh.plan()
     };
-    assert_eq!(anew(stale), "the state of an observation, or its reason, changed");
+    assert_eq!(anew(lost), "the state of a member that is or was not observed changed");
     let edited = |mesh: &mut Followed| {
         mesh.mesh.clusters[0].persistent_keepalive = 15;
         mesh.plan()
@@ -144,6 +143,41 @@ fn change_that_may_concern_other_nodes_is_not_followed() {
     assert_eq!(anew(foreign), "a Peer of another owner changed");
     let policy = |mesh: &mut Followed| mesh.edit(|m| m.policies.as_mut().unwrap().clear());
     assert_eq!(anew(policy), "an object other than a Node or Peer changed");
+}
+
+/// The objects of a source are deleted only while its member is fresh. Its state is in the plan.
+#[test]
+fn changed_freshness_is_followed() {
+    let mut mesh = Followed::new();
+    let tenant = mesh.seen.members[&secret("tenant")].last().cloned().unwrap();
+    let set = |mesh: &mut Followed, state: fn(Member) -> Observation<Member>| {
+        mesh.seen.members.insert(secret("tenant"), state(tenant.clone()));
+        mesh.plan()
+    };
+    edit(&mut mesh.seen, &ClusterIdentity::Local, |hub| {
+        let peers = hub.peers.as_mut().unwrap();
+        let mut peer = peers.get("m--tenant--x").unwrap().clone();
+        peer.spec.as_mut().unwrap().public_key = key(99);
+        peers.insert("old".into(), peer.clone());
+        peer.spec = Err("does not parse".into());
+        peers.insert("broken".into(), peer);
+        let policies = hub.policies.as_mut().unwrap();
+        let policy = policies
+            .values()
+            .find(|p| p.owner.source_cluster.as_deref() == Some("tenant"));
+        policies.insert("old".into(), policy.unwrap().clone());
+    });
+    let deletes = ["broken", "old", "old"]
+        .map(|name| (Action::Delete, name.to_owned()))
+        .to_vec();
+    assert_eq!(mesh.plan().1, deletes);
+    for _ in 0..2 {
+        let stale = set(&mut mesh, |member| Observation::Stale(member, "the watch ended".into()));
+        assert_eq!(stale, (None, vec![]));
+        let other_reason = set(&mut mesh, |member| Observation::Stale(member, "no answer".into()));
+        assert_eq!(other_reason, (None, vec![]));
+        assert_eq!(set(&mut mesh, Observation::Fresh), (None, deletes.clone()));
+    }
 }
 
 #[test]
