@@ -80,7 +80,8 @@ impl Bench {
     pub(super) async fn create_mesh_and_wait(&self) -> anyhow::Result<Duration> {
         let began = Instant::now();
         objects::create_mesh(&self.clients[0], self.clients.len()).await?;
-        let limit = Duration::from_secs(60) + Duration::from_millis(100) * u32::try_from(self.wanted_peers())?;
+        let peers = self.wanted_peers() * self.clients.len();
+        let limit = Duration::from_secs(60) + Duration::from_millis(10) * u32::try_from(peers)?;
         let waits = self.clients.iter().map(|client| self.until_created(client, limit));
         future::try_join_all(waits).await?;
         Ok(began.elapsed())
