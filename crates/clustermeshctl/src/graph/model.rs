@@ -127,14 +127,14 @@ impl Graph {
                     else {
                         continue;
                     };
-                    let (ends, sandbox) = match connection {
-                        Connection::Meshed => ((at, to), None),
+                    let sandbox = match connection {
+                        Connection::Meshed => None,
                         // `Sandbox` and `Grantor` are roles of `b`, because `decide_by_entries` gets `b` as the source.
-                        Connection::Sandbox => ((at, to), Some(to)),
-                        Connection::Grantor => ((at, to), Some(at)),
+                        Connection::Sandbox => Some(to),
+                        Connection::Grantor => Some(at),
                     };
                     let broken = broken_links(object, &a.name, &b.name);
-                    let (state, detail) = link_state(&members, ends, sandbox, &broken);
+                    let (state, detail) = link_state(&members, (at, to), sandbox, &broken);
                     let ends = (at.min(to), at.max(to));
                     let link = Link { ends, state, detail };
                     let has_worse_or_equal = links.get(&ends).is_some_and(|other| other.state <= state);
