@@ -219,8 +219,8 @@ impl Bench {
 
 /// What one measurement of changed Nodes found.
 struct Events {
-    /// Milliseconds from each change to its Peer in each other healthy member. A Peer that was overwritten before the watch saw
-    /// it is missing.
+    /// Milliseconds from each change to its Peer in each other healthy member. If a Peer was overwritten before the watch saw it,
+    /// there is no value for it.
     latencies: Vec<f64>,
     expected: usize,
     /// CPU seconds of the controller in each second.

@@ -1,5 +1,5 @@
 //! `cargo xtask bench soak`: sends traffic through our device for minutes, with rekeys, killed processes and changed addresses. Prints the
-//! longest time without a reply for each kind of disturbance, and without one.
+//! longest time without a reply for each kind of disturbance, and without any disturbance.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

@@ -142,7 +142,8 @@ impl<'a> TestEnv<'a> {
         .unwrap()
     }
 
-    /// Each cluster reaches the ClusterIP of another cluster through the anchor, and a mirrored Service under its own name.
+    /// Each cluster reaches a Service of another cluster at two addresses: at the remote ClusterIP, through the anchor, and at
+    /// the ClusterIP of the mirrored Service `remote-web`.
     async fn services_are_reached(&self) {
         for (ours, theirs) in [
             (&self.hub, &self.location),

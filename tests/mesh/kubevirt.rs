@@ -308,7 +308,7 @@ impl<'a> TestEnv<'a> {
 
     /// Captured packets that the worker sent through eth0 into the hub's networks or to the hub's nodes. Ignored are WireGuard packets,
     /// packets to the API server, the resolver, the other worker and the next hop, replies of the servers in the host network and of
-    /// NodePorts, and ICMP errors about closed ports, such as WireGuard's.
+    /// NodePorts, and ICMP errors about closed ports, such as the WireGuard port while no agent runs.
     async fn unencrypted(&self, captured: &Captured) -> Vec<String> {
         let hub = self.lab.cluster(HUB);
         let plan = hub.plan();

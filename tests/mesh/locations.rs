@@ -265,7 +265,8 @@ impl TestEnv<'_> {
         }
     }
 
-    /// Gives the node in cloud A the location label of cloud B, so that the two nodes use no tunnel to each other, and then its own again.
+    /// Gives the node in cloud A the location label of cloud B, and later its own label again. With equal labels, the two nodes
+    /// use no tunnel to each other.
     async fn node_is_followed_into_another_location(&self) {
         let (from, to) = (self.web("tenant-a-3"), self.web("tenant-a-4"));
         let probe = self.lab.probe_program().unwrap();

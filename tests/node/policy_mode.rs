@@ -402,7 +402,7 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
     .await
     .expect("closed");
 
-    // It is still blocked when its Peer object is deleted too. The simulated kg never removes the WireGuard peer.
+    // The member is still blocked when its Peer object is deleted too. The simulated kg never removes the WireGuard peer.
     clusters.delete_peer(mgmt, "mesh--tenant-a--tenant-a-1").await;
     // The first attempt takes 2 s, so the agent has handled the deletion before the second.
     for _ in 0..2 {

@@ -208,7 +208,7 @@ async fn endless_responses_do_not_exhaust_memory_or_delay_quarantine() {
     env.apply_mesh(&mesh).await;
     env.until_peers("mgmt", &["prod--tenant-a--tenant-a-1"], LATER).await;
 
-    // The controller has read from every server, and has rejected its endless responses because of the intended limit.
+    // The controller has read from every server, and has rejected the server's endless responses because of the intended limit.
     let over_budget = |member: &str, limit: &str| {
         format!("over_budget_total{{member=\"Secret clustermesh/{member}-kubeconfig key value\",limit=\"{limit}\"}}")
     };

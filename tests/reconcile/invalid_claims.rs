@@ -136,8 +136,8 @@ async fn create_laptop(env: &TestEnv) -> Peer {
     peers.create(&PostParams::default(), &laptop).await.unwrap()
 }
 
-/// Messages of the condition Degraded about endpoints and prefixes that are left out of a Peer. The condition shows at most five
-/// problems: here the message about the skipped Nodes and these four.
+/// Messages of the condition Degraded about a shared endpoint, and about prefixes that are left out of a Peer. The condition shows
+/// at most five problems: here the message about the skipped Nodes and these four.
 const LEFT_OUT: [&str; 4] = [
     "cluster \"tenant-a\": Nodes tenant-a-1 and tenant-a-9 both have the endpoint 198.51.2.1:51820, where at most one of them answers",
     "cluster \"tenant-a\": 198.51.2.1/32 of Node tenant-a-9 also belongs to Node tenant-a-1, which keeps it",

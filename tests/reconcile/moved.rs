@@ -123,7 +123,7 @@ async fn clusterctl_moves_a_mesh_and_its_secrets() {
     .await
     .unwrap();
     assert_eq!(objects(&env).await, before);
-    // The new controller writes what changes of the members require; the old one, which still runs, writes nothing.
+    // After a change in a member, only the new controller writes. The old one still runs and writes nothing.
     let process = process_id(&new_controller);
     let old_writes = MEMBERS.map(|member| env.lab.cluster(member).audited_writes().unwrap());
     env.create_node("tenant-a", 2, 2).await;

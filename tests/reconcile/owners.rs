@@ -16,7 +16,7 @@ use crate::writes::{audit, until_passes};
 const OTHER: &str = "other";
 /// The namespace of the mesh of another hub.
 const ELSEWHERE: &str = "elsewhere";
-/// A network that the meshes of both namespaces want.
+/// A network that the mesh of [`NAMESPACE`] and the mesh of [`OTHER`] both want.
 const WANTED_TWICE: &str = "10.9.0.0/16";
 /// The name of the Peer that a mesh named `prod` writes for the node of its member `tenant-a`.
 const OURS: &str = "prod--tenant-a--tenant-a-1";

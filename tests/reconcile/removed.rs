@@ -28,7 +28,7 @@ async fn annotate(env: &TestEnv, text: &str) {
     env.hub().kubectl(words).await.unwrap();
 }
 
-/// Removes the finalizers, as `clusterctl move` does last, or a person who does not wait for the cleanup.
+/// Removes the finalizers. `clusterctl move` does this at its end, and a person may do it instead of waiting for the cleanup.
 async fn strip_finalizers(env: &TestEnv) {
     let patch = "{\"metadata\":{\"finalizers\":null}}";
     let words = ["patch", "cmesh", "-n", NAMESPACE, "prod", "--type=merge", "-p", patch];

@@ -18,7 +18,7 @@ struct Recorded {
 }
 
 #[tokio::test]
-async fn peer_crd_validates_like_kilos_and_type_keeps_spec() {
+async fn peer_crd_validates_like_kilos_and_peer_spec_loses_no_field() {
     let recorded: Vec<Recorded> = include_str!("peer.jsonl")
         .lines()
         .map(|line| serde_json::from_str(line).unwrap())

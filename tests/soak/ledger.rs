@@ -21,7 +21,7 @@ pub(crate) enum Scope {
     Pause,
 }
 
-/// A time during which the plan may lack an object.
+/// A time during which the plan may lack an object or, with [`Scope::Pause`], nothing may be written.
 #[derive(Debug)]
 struct Doubt {
     scope: Scope,

@@ -290,7 +290,7 @@ impl Site {
         String::from_utf8_lossy(&output.stdout).into_owned()
     }
 
-    /// Waits until `/readyz` reports that the agent is ready, and no other message.
+    /// Waits until `/readyz` reports that the agent is ready, without remarks.
     pub fn wait_until_ready(&self) {
         wait_until(&format!("{} to be ready", self.node()), TIMEOUT, || {
             self.page("/readyz") == "ok\n"

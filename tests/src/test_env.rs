@@ -35,7 +35,7 @@ pub struct TestEnv {
     names: Vec<String>,
 }
 
-/// The id of a controller's process, which its user agent and the Leases in members contain.
+/// The id of a controller's process. The controller's user agent and its Leases in members contain this id.
 pub fn process_id(controller: &Running) -> String {
     let log = controller.log();
     let line = log.lines().find(|line| line.contains("takes part in the election"));

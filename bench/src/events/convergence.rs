@@ -145,7 +145,8 @@ impl Bench {
         self.env.metric("clustermesh_controller_reconciles_total").await
     }
 
-    /// When the API servers received the first request since `began` that creates a Peer, and sent the last response to one.
+    /// When the API servers received the first request since `began` that creates a Peer, and when they sent the last
+    /// response to such a request.
     fn peer_requests(&self, began: Timestamp) -> anyhow::Result<(Timestamp, Timestamp)> {
         let mut times = Vec::new();
         for index in 0..self.clients.len() {

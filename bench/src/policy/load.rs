@@ -85,7 +85,7 @@ pub(super) async fn throughput(clusters: &TestClusters<'_>, seconds: u32, rounds
     let mut chosen = None;
     for gateway in &gateways {
         let pod = clusters.gateway_pod(&gateway.name).await?;
-        // Choose the gateway on the server's node, because the member's tunnel ends on that node, too.
+        // Choose the gateway on the server's node, because the cluster-meshed member's tunnel ends on that node, too.
         if pod.node == clusters.server.node {
             chosen = Some((gateway, u32::try_from(clusters.gateway_pid(&pod)?)?));
         }

@@ -1,9 +1,9 @@
 //! Computes the WireGuard peers and the firewall table of a gateway, from SandboxAccess objects and the endpoints of granted Services.
 //!
 //! A grant maps (sandbox, protocol, gateway port) to the endpoints of one port of one Service. The connection mark is the id of the
-//! grant. Every packet is matched against the current table: one from a sandbox by (sandbox, protocol, gateway port, id) and by (id,
-//! endpoint), a reply by (id, endpoint). So deleting a grant or an endpoint also stops open connections, and after a port gets
-//! another grant, packets of connections of the earlier grant are dropped.
+//! grant. Every packet is matched against the current table: a packet from a sandbox by (sandbox, protocol, gateway port, id) and
+//! by (id, endpoint), a reply by (id, endpoint). So deleting a grant or an endpoint also stops open connections, and after a port
+//! gets another grant, packets of connections of the earlier grant are dropped.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

@@ -33,8 +33,8 @@ pub struct NodeIdentity {
     pub endpoint: Option<SocketAddr>,
     /// Its private address with the prefix length of its interface; `None` = it has none.
     pub internal_ip: Option<IpNet>,
-    /// The endpoints from which peers send, by public key. Only endpoints that are not in the Peer object with this key, or that
-    /// are in the current annotation.
+    /// The endpoints from which peers send, by public key. An endpoint is published only if the Peer object with this key does
+    /// not contain it, or if the current annotation already contains it.
     pub discovered: BTreeMap<PublicKey, SocketAddr>,
     /// The status of the agent.
     pub agent: AgentStatus,

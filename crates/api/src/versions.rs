@@ -50,7 +50,7 @@ pub struct Program {
     pub tested: Vec<Version>,
     /// Which tests run with them.
     pub shown_by: String,
-    /// What the programs do outside these versions.
+    /// What the controller or wg-agent does if the program has another version.
     pub outside: String,
 }
 

@@ -56,8 +56,8 @@ pub(crate) struct Connection {
 enum Outcome {
     /// The object already had the desired content, or was already deleted.
     Unchanged,
-    /// The object was created, updated or deleted. `overwritten_manager` is the last field manager, other than the
-    /// controller, that had changed an updated object.
+    /// The object was created, updated or deleted. `overwritten_manager`: if it was updated, the last field manager,
+    /// other than the controller, that had changed it before.
     Written { overwritten_manager: Option<String> },
     /// The object changed in the meantime; `by` is the field manager that changed it.
     Conflict { by: Option<String> },

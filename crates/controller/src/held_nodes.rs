@@ -1,8 +1,8 @@
 //! Remembers since when the planner has held each Node.
 //!
-//! A held Node keeps its last Peer for at most [`HOLD`]. The Node has no key or no WireGuard address for a moment: for example, kg
-//! removes both annotations at each restart. Or kg serves the Node, and another Node claims the same WireGuard address: kg may
-//! publish another address later.
+//! A held Node keeps its last Peer for at most [`HOLD`]. A Node is held if it has no key or no WireGuard address for a moment:
+//! for example, kg removes both annotations at each restart. A Node that kg serves is also held if another Node claims the same
+//! WireGuard address, because kg may publish another address later.
 //!
 //! The planner is pure and has no clock, so the reconcile loop measures the time and passes it to the planner.
 

@@ -409,7 +409,8 @@ impl Shared {
                     break None;
                 }
                 if self.election.leadership() != Leadership::Leader {
-                    // The election reports changes only after its requests, so a short lapse between two renewals is not reported.
+                    // `leadership` reports a change only after a request for the Lease. A lapse that this request ends is not
+                    // reported, so the task looks again after a pause.
                     break Some(Instant::now() + LAPSE_PAUSE);
                 }
                 let next = self.queue().next(&self.meshes, Instant::now());

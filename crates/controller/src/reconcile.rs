@@ -207,8 +207,8 @@ impl Reconciler {
             Err(error) => {
                 tracing::error!(%error, "the planner failed; nothing is written");
                 if cfg!(debug_assertions) && error.is_panic() {
-                    // In a debug build the planner panics if a followed plan differs from a new one. The panic ends the
-                    // controller, so that the test fails.
+                    // In a debug build the planner panics if the plan that followed a change differs from one that is made anew.
+                    // The panic ends the controller, so that the test fails.
                     std::panic::resume_unwind(error.into_panic());
                 }
                 return RESYNC;

@@ -244,8 +244,8 @@ pub struct Node {
     pub server: Server,
     /// How packets bypass the PeerPolicies on this node, as its agent reports; `None` = no known bypass.
     pub bypassed: Option<Bypass>,
-    /// How long ago a plan began to hold this node ([`crate::plan::ClusterReport::held`]). From [`crate::plan::HOLD`] on the node is
-    /// skipped until the reason for the hold is gone. `None` = not held.
+    /// How long ago a plan began to hold this node ([`crate::plan::ClusterReport::held`]). When this reaches
+    /// [`crate::plan::HOLD`], the node is skipped until the reason for the hold is gone. `None` = not held.
     pub held_for: Option<Duration>,
 }
 

@@ -74,7 +74,7 @@ pub fn plan(meshes: &[Mesh], seen: &Observations, settings: &Settings, naming: &
     plan_and_keep(meshes, seen, settings, naming).0
 }
 
-/// What [`Follower`] needs to follow changes of a plan.
+/// What [`Follower`] needs, in addition to the plan, to follow a change.
 type FollowerInputs = (claims::Accepted, BTreeMap<MeshId, Result<follow::Kept, NotFollowed>>);
 
 fn plan_and_keep(

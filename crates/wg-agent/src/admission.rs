@@ -77,8 +77,8 @@ async fn probe(client: &Client, node: &str) -> Verdict {
     interpret(answer.map(drop))
 }
 
-/// Recognizes a refusal by admission by its message, because RBAC also refuses with 403. A webhook of another policy
-/// engine counts like the project's own ValidatingAdmissionPolicy.
+/// Reads from the error message whether admission refused the patch, because RBAC also refuses with 403. A webhook of another
+/// policy engine counts like the project's own ValidatingAdmissionPolicy.
 fn interpret(answer: Result<(), kube::Error>) -> Verdict {
     match answer {
         Ok(()) => Verdict::Unrestricted,

@@ -111,7 +111,7 @@ pub(crate) fn settings(ipv6: bool) -> Vec<Sysctl> {
     let Ok(any_interface) = "lo".parse::<InterfaceName>() else {
         return Vec::new();
     };
-    // Because of the IPv6 rules, `desired` returns the settings of both families. Those of IPv6 are left out below if `ipv6` is false.
+    // `desired` returns the IPv6 settings only if there are IPv6 rules. These settings are left out below if `ipv6` is false.
     let routes = Routes {
         rules: rules(Family::V6).into(),
         ..Routes::default()

@@ -78,8 +78,8 @@ impl Drops {
         Arc::clone(&self.staging_budget)
     }
 
-    /// All counters by name, including zeros. Of the drops in the kernel's queues they contain only those of
-    /// closed UDP sockets.
+    /// All counters by name, including zeros. Here `interface_queue` is 0, and `socket_queue` contains only the drops of closed
+    /// sockets: [`crate::Device::observe`] adds the kernel's counters.
     pub(crate) fn read(&self) -> BTreeMap<&'static str, u64> {
         let counted = self.counters.iter().map(|counter| counter.load(Ordering::Relaxed));
         let mut all: BTreeMap<_, _> = NAMES.into_iter().zip(counted).collect();

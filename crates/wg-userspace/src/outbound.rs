@@ -134,7 +134,8 @@ struct Run<'a> {
     peer: Option<LockedPeer<'a>>,
 }
 
-/// The peer of a run, with its `order` lock. The lock keeps other workers from sending runs to the peer, so that counters leave in order.
+/// The peer of a run, with its `order` lock. The lock keeps other workers from sending runs to the peer, so that datagrams
+/// leave in the order of their counters.
 ///
 /// Lock order: `order` before `state`. A worker that holds `order` waits for `state`, so the reverse order could deadlock.
 struct LockedPeer<'a> {

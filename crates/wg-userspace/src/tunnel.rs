@@ -64,8 +64,8 @@ const NO_REPLY_TIMEOUT: Duration = KEEPALIVE_TIMEOUT.saturating_add(REKEY_TIMEOU
 const INITIATION_INTERVAL: Duration = Duration::from_millis(20);
 /// The response to an initiation that crossed ours is held until our initiation has this age.
 const RESPONSE_HOLD: Duration = Duration::from_millis(50);
-/// boringtun measures the age of keys by its own clock, which it reads slightly after the caller. This margin makes sure that they are
-/// expired at our deadline.
+/// boringtun measures the age of keys by its own clock, which it reads slightly later than the caller reads the time. With this
+/// margin the keys are expired at our deadline.
 const EXPIRY_MARGIN: Duration = Duration::from_secs(1);
 /// Maximum number of sessions of answered initiations that boringtun keeps.
 const MAX_UNCONFIRMED: usize = 8;

@@ -336,8 +336,8 @@ impl Flows<'_> {
             }
             probes.echoes[0].wait_for_echo_after(reported).await.unwrap();
             if opens_first_time {
-                // The conntrack entry of the node's flow keeps the source address from before the tunnel had a route.
-                // That is the node's own address, which is in no Peer's allowed IPs, so this flow may never get an answer.
+                // The conntrack entry of the node's flow may be older than the route into the tunnel. Then its packets are not
+                // masqueraded: they keep the node's own address, which is in no Peer's allowed IPs, and get no answer.
                 let socket = *probes.sockets.first().unwrap();
                 let fresh = self.env.lab.watch_udp(&self.sandbox.clients()[1], socket).unwrap();
                 probes

@@ -267,7 +267,7 @@ impl Testbed {
 
     /// Waits until every kind of allowed traffic has been seen, except ICMP errors. Fails if one is still missing after 5000 rounds of the
     /// flood, or if forbidden traffic has been seen.
-    /// Traffic counts from the end of the previous call of this function or of [`Self::discard_traffic`].
+    /// Considers only traffic since the end of the previous call of this function or of [`Self::discard_traffic`].
     pub(crate) async fn assert_only_allowed_traffic(&mut self, what: &str) {
         let allowed = ObservedTraffic::allowed();
         // The kernel rate-limits ICMP errors, so they are allowed but not required: destination-unreachable from the member, and

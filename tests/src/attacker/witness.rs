@@ -26,7 +26,7 @@ pub enum CountingPoint {
 pub type Counts = BTreeMap<String, u64>;
 
 /// The table of a [`Witness`], for `nft -f`. If the table exists, its counts are kept and the rules are added once more. Then all
-/// packets except ICMP count twice; the rules of ICMP end with `accept`.
+/// packets except ICMP count twice. An ICMP packet counts once, because the first rule that counts it also accepts it.
 pub fn rules(at: CountingPoint, interface: &str) -> String {
     let mut out = String::from("table inet witness {\n");
     for (n, family) in [(4, "ipv4_addr"), (6, "ipv6_addr")] {

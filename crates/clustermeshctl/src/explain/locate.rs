@@ -17,7 +17,7 @@ use crate::{
 pub(super) enum LocateError {
     /// The command line is wrong.
     Usage(String),
-    /// The input does not contain the end, its address, its port or an endpoint of it, or several clusters in the input have the address.
+    /// The input lacks the end, or the address, port or endpoints of the end. Or several clusters in the input have the address.
     Unresolved(String),
 }
 

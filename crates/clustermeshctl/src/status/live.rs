@@ -64,9 +64,9 @@ pub(super) struct LiveMesh {
 pub(super) struct LiveMember {
     /// Whether this command could read the member.
     pub(super) answers: bool,
-    /// Its nodes that are registered in other members, of all its Nodes.
+    /// How many of its Nodes are registered in other members.
     pub(super) nodes: Share,
-    /// The Peers in it that are as planned, of those that are planned. Peers that describe a member that does not answer are not
+    /// How many of the Peers that are planned in it exist as planned. Peers that describe a member that does not answer are not
     /// planned and not counted; the controller leaves them as they are.
     pub(super) peers: Share,
 }

@@ -13,7 +13,7 @@ pub(super) fn remedy(mesh: &ClusterMesh, (reason, message): (&str, &str), cluste
     let secret = secret.unwrap_or_else(|| "the controller's own account".to_owned());
     let text = match reason {
         "MemberMissing" => format!("correct {secret}; kubectl -n {namespace} describe clustermesh {name}"),
-        // For 401 and 403 the message has the remedy; here only the names are added.
+        // For 401 and 403 the message has the remedy. The texts here add the names of the Secret, the manifest and the member.
         "MemberStale" | "MemberUnreachable" if message.contains("(401)") => format!("it is {secret}"),
         "MemberStale" | "MemberUnreachable" if message.contains("(403)") => {
             format!("apply deploy/member-account.yaml in {member}")

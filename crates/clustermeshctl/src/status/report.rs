@@ -289,7 +289,7 @@ fn reported_problems(mesh: &ClusterMesh, now: Timestamp) -> Vec<Row> {
         )
     });
     rows.extend(problems);
-    // Objects cannot be written into a member that does not answer. That the mesh waits for them is no problem of its own.
+    // A member that cannot be read already has a row that gives the reason, so its row with `Converging` is removed.
     let is_unreachable = |row: &Row| NOT_READ.contains(&&*row.reason);
     let unreachable: Vec<Option<String>> = rows
         .iter()

@@ -14,7 +14,7 @@ const MAX_LINES: usize = 10;
 /// The number of lines that the message of one item may have.
 const MAX_MESSAGE_LINES: usize = 2;
 
-/// The number of lines that its remedy may have.
+/// The number of lines that the remedy of one item may have.
 const MAX_REMEDY_LINES: usize = 1;
 
 /// The column in which messages begin.

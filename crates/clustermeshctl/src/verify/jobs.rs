@@ -376,7 +376,7 @@ async fn run_job(job: &Job<'_>) -> Result<Answers, String> {
     })
 }
 
-/// Parses the log of a pod. A complete log contains the number of answers, and as many answers.
+/// Parses the log of a pod. A complete log has a line for each answer, and a line with their number.
 fn parse_log(text: &str) -> Result<BTreeMap<SocketAddr, Answer>, String> {
     let mut answers = BTreeMap::new();
     let mut expected = None;

@@ -251,7 +251,7 @@ impl Queue {
         }
     }
 
-    /// Returns the group after `last`, and after the last group the first one.
+    /// Returns the group that follows `last` in sorted order. If none follows, or `last` is `None`, returns the first one.
     fn group_after(&self, lane_kind: LaneKind, last: Option<&Source>) -> Option<Source> {
         let mut groups = self
             .lanes

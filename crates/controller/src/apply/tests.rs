@@ -250,7 +250,7 @@ async fn throttled_source_does_not_delay_the_others() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn refused_objects_are_retried_without_a_pass_each() {
+async fn retries_of_refused_objects_cause_no_passes() {
     let mut fixture = Fixture::new(|_, _| failure(403));
     let steps = create_steps("a", 1000);
     fixture.run_passes(&steps, Duration::from_secs(60)).await;

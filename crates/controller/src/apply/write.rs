@@ -30,8 +30,8 @@ const MANAGER: &str = "clustermesh-controller";
 /// Timeout of all requests of one step together.
 const STEP_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Decides which objects belong to this hub. Each write decides this again: a PUT for the object that it has read, a DELETE for the row in
-/// the feed.
+/// Decides which objects belong to this hub. Each write checks this again: an update checks the object that it has just read, a
+/// deletion checks the object's row in the feed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Claims {
     /// This hub's id.

@@ -16,7 +16,7 @@ use tower::BoxError;
 use super::Term;
 use super::{Election, NotPermitted, Permission, fence::Fence};
 
-/// The permission of a request in flight is extended when it ends in less than this time.
+/// The permission of a request in flight is extended when less than this time of the permission is left.
 const EXTEND_BEFORE: Duration = Duration::from_millis(800);
 /// The pause between two attempts to extend the permission.
 const EXTEND_INTERVAL: Duration = Duration::from_millis(100);

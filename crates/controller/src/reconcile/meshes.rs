@@ -77,7 +77,7 @@ fn load_mesh(object: Arc<ClusterMesh>, hub: &Hub, last_valid: &mut LastValidMesh
         Ok((mut mesh, warnings)) => match hub.namespaces.find_refusal(&mesh).filter(|_| !deleting) {
             Some(refused) => (refused, warnings),
             None => {
-                // A mesh in deletion is not refused for its namespace, so it is reduced to what the namespace allows.
+                // A valid mesh in deletion is not refused for its namespace, so it is reduced to what the namespace allows.
                 hub.namespaces.reduce_to_allowed(&mut mesh);
                 last_valid.insert(mesh.id.clone(), (object.metadata.uid.clone(), mesh.clone()));
                 return LoadedMesh {
@@ -91,8 +91,8 @@ fn load_mesh(object: Arc<ClusterMesh>, hub: &Hub, last_valid: &mut LastValidMesh
         },
     };
     let mut mesh = last_valid_mesh(&object, last_valid);
-    // A mesh in deletion is not reduced, because `unlocatable` is computed below from the accepted networks, and reducing would remove
-    // those of entries that are missing in `mesh`.
+    // A refused mesh in deletion is not reduced, because `unlocatable` is computed below from the accepted networks, and
+    // reducing would remove those of entries that are missing in `mesh`.
     if !deleting {
         hub.namespaces.reduce_to_allowed(&mut mesh);
     }

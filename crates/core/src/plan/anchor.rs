@@ -131,8 +131,8 @@ pub(super) fn report<'m>(mesh: &'m Mesh, planned: &mut MeshPlan, seen: &Observat
     }
 }
 
-/// (Source, anchored network, node): each Peer of the target that contains a part of an anchored network. `parts` = by source, each part
-/// with its network.
+/// Returns the source, anchored network and node of each Peer of the target that contains a part of an anchored network.
+/// `parts` = by source, each part with its network.
 fn carriers_in<'m, 'p>(
     target: &'p TargetPlan,
     parts: &BTreeMap<&'m str, BTreeMap<IpNet, IpNet>>,

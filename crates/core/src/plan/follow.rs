@@ -154,7 +154,8 @@ impl Last {
         let by_age = by_age(meshes);
         let mut changed_meshes: BTreeMap<&MeshId, (&Mesh, MeshChanges<'_>)> = BTreeMap::new();
         for (identity, changes) in changes {
-            // The first entry is the only one: a mesh that shares a cluster has no `Kept`.
+            // It is enough to find the first entry. If the cluster has several entries, their meshes have no `Kept`, and the
+            // change is not followed.
             let mut entries = meshes
                 .iter()
                 .flat_map(|mesh| mesh.clusters.iter().map(move |entry| (mesh, entry)));

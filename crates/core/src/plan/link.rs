@@ -66,8 +66,8 @@ pub fn decide_by_entries(target: &Cluster, source: &Cluster) -> Result<Link, Not
 /// Why the two members are not connected.
 pub(super) fn decide(target: &MeshMember<'_>, source: &MeshMember<'_>) -> Result<Link, NotConnected> {
     let decided = decide_by_entries(&target.cluster, &source.cluster);
-    // Only in these two cases do the networks matter. Neither member is standard then, so a member with `can_connect` false has
-    // no accepted network.
+    // Only in these two cases do the networks matter. `can_connect` is false for a standard member and for a member without
+    // accepted networks. Neither member is standard here.
     if matches!(decided, Ok(_) | Err(NotConnected::NoGrant(_))) {
         let cannot_connect = [source, target].into_iter().find(|member| !member.can_connect);
         if let Some(member) = cannot_connect {

@@ -187,7 +187,7 @@ impl<'a, 'p> MeshPlanner<'a, 'p> {
         cluster.profile = self.effective_profile(entry, planned);
         cluster.quarantine = self.quarantined_by(entry).is_some();
         let can_connect = cluster.profile != Profile::Standard && !cluster.allowed.is_empty();
-        // All accepted networks: `remove_gateway_networks` below removes those of gateways only from `cluster.allowed`.
+        // All accepted networks, also those of gateways: `remove_gateway_networks` below removes these from `cluster.allowed`.
         let accepted = cluster.allowed.clone();
         if let Some(member) = member {
             if self.accepted.kept_former.contains(&key) && !was_routed(&cluster, member) {

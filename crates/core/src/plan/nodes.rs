@@ -171,7 +171,7 @@ impl<'a> RegistryBuilder<'a, '_> {
     }
 
     /// The [`owned_prefixes`] of all Nodes, even of a Node that is invalid for a moment. If the entry does not set
-    /// `anchoredNetworks`, the planner anchors no further network that contains one of these prefixes.
+    /// `anchoredNetworks`, the planner anchors a network that contains one of these prefixes only if an earlier plan anchored it.
     ///
     /// This includes the addresses of every Node. If another node's Peer contained one of them, kg would route the outer packets
     /// for that Node into the tunnel. Addresses of exported pods are not included, because they lie in the shared network that

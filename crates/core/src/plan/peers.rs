@@ -70,9 +70,9 @@ pub(super) struct PeerPlanner<'a, 'p> {
     runs_kg: bool,
     /// The sources whose anchors may still change ([`super::target::KeptTarget::unsettled`]).
     unsettled: BTreeSet<String>,
-    /// Names of planned Peers that keep the different name of an existing Peer, or that contain a hash because the name without
-    /// it is taken. [`ExistingPeers::complete`] adds existing Peers to them, which gives
-    /// [`super::target::KeptTarget::unmatched`].
+    /// The name of each planned Peer whose name is not the readable one (`readable` in [`Self::add_named_peer`]): it is the
+    /// name of an existing Peer, or it contains a hash because the readable name is taken. [`ExistingPeers::complete`] adds the
+    /// names of existing Peers, which gives [`super::target::KeptTarget::unmatched`].
     unmatched: BTreeSet<String>,
     /// The endpoints at which members other than the target see nodes.
     discovered_by_others: Discovered,

@@ -190,15 +190,15 @@ pub(super) struct TargetOutcome {
     pub(super) facts: BTreeSet<Fact>,
     pub(super) egress: Vec<EgressReport>,
     pub(super) kept: KeptTarget,
-    /// Planned Peers were compared with one another ([`peers::PeerPlanner`]).
+    /// Planned Peers may have the same key, prefix or name, so they were compared with one another ([`peers::PeerPlanner`]).
     pub(super) has_shared_claims: bool,
 }
 
 /// The data of a target, in addition to its plan, that the planner needs to follow a change.
 #[derive(Debug, Default)]
 pub(super) struct KeptTarget {
-    /// Sources whose anchors may still change: one of the source's anchored networks is not yet in the existing Peer of a node
-    /// that can be the anchor, or another Peer has this network.
+    /// Sources whose anchors may still change: one of the source's anchored networks is not yet in the existing Peer of any node
+    /// that can be its anchor, or another Peer has this network.
     pub(super) unsettled: BTreeSet<String>,
     /// Names of existing Peers that do not belong to the mesh, or have no valid spec.
     pub(super) foreign: BTreeSet<String>,
@@ -206,7 +206,7 @@ pub(super) struct KeptTarget {
     /// they were not deleted or updated yet. Also names of planned Peers that keep the different name of an existing Peer, or
     /// that contain a hash because the name without it is taken.
     pub(super) unmatched: BTreeSet<String>,
-    /// Existing Peers decide about planned ones of other names: some Peer of this hub has no mesh label, so a mesh may adopt it,
+    /// An existing Peer may affect a planned Peer of another name: a Peer of this hub has no mesh label, so a mesh may adopt it,
     /// or an existing Peer in `unmatched` has the key of a planned Peer. Then no change is followed; the mesh is planned anew.
     pub(super) is_entangled: bool,
 }

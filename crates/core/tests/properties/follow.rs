@@ -1,4 +1,5 @@
-//! Property tests: a plan that follows changes equals one that is made anew, and so do its steps, over arbitrary sequences of changes.
+//! Property tests: after arbitrary sequences of changes, a plan that followed them equals one that is made anew, and the steps of
+//! both plans are equal.
 
 use std::{
     collections::BTreeMap,

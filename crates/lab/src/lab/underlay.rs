@@ -13,8 +13,8 @@ impl Lab {
     pub(super) async fn make_underlay(&self) -> Result<()> {
         self.run.request(&Request::AddNamespace { name: UNDERLAY.into() })?;
         // The MAC address is fixed. By default a bridge uses the lowest MAC address of its ports. A simulated power cut
-        // deletes a node's port, so that address could change, and the other nodes would send to the API servers at the
-        // old one for half a minute.
+        // deletes a node's port, so the bridge's MAC address could change, and the other nodes would send to the API
+        // servers at the old one for half a minute.
         let mut batch =
             String::from("link set lo up\nlink add br0 address 02:00:00:00:00:01 type bridge\nlink set br0 up\n");
         for cluster in &self.plan().clusters {

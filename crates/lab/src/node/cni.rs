@@ -76,8 +76,8 @@ fn update(nodes: &mut Nodes, node: &Node) {
             Some((range, *addresses.iter().find(is_same_family)?))
         })
         .collect();
-    // All families or none: `apply` writes the names of the known nodes to the file `routes`. The name of another node in that
-    // file is a sign that this node has routes to that node's pods in all families.
+    // A node is known only with all its families. `apply` writes the names of the known nodes to the file `routes`: another
+    // node's name in that file means that this node has routes to that node's pods in all families.
     match found.filter(|found| !found.is_empty()) {
         Some(found) => drop(nodes.insert(name, found)),
         None => drop(nodes.remove(&name)),

@@ -117,7 +117,7 @@ fn written_cache_is_loaded() {
             problem: None
         }
     );
-    // Not saved: the unreadable Peer, and the own Node's last check-in of kg and published annotations.
+    // Not saved: the unreadable Peer, and two fields of the own Node: when kg last checked in, and the published annotations.
     assert_eq!(saved.peers.keys().collect::<Vec<_>>(), ["address", "name"]);
     assert_eq!(
         saved.nodes["n"].own,

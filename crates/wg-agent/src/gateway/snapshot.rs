@@ -1,4 +1,4 @@
-//! Keeps a snapshot of the objects that a gateway needs: every SandboxAccess, its own SandboxGateway, and the Services
+//! Keeps a snapshot of the objects that a gateway needs: every SandboxAccess, the gateway's own SandboxGateway, and the Services
 //! and EndpointSlices of each namespace with a granted Service.
 
 mod watches;
@@ -196,7 +196,7 @@ pub(super) struct Store {
     notify: Arc<Notify>,
     wanted: watch::Sender<BTreeSet<String>>,
     metrics: Metrics,
-    /// How long the Services of a namespace are served after its watches started to fail with an error other than 403, although the
+    /// How long the Services of a namespace are still served while its watches fail with an error other than 403 and the
     /// API server answers other requests.
     timeout: Duration,
 }

@@ -51,9 +51,9 @@ impl DesiredAnnotations {
 }
 
 /// The turns of this node to write its status. When a remote node dies, the status of all nodes of the cluster changes at the same time.
-/// Therefore each node has a turn of its own, once in [`report_interval`], which starts at the same `offset` after each multiple of that
-/// interval since 1970. The order of the Nodes' names gives the offset. So the cluster's nodes write one after the other, without
-/// coordination and without random peaks, and the nodes of a small cluster wait for less than a second.
+/// Therefore each node has one turn in each [`report_interval`] since 1970. The turn always starts at the same offset from the
+/// start of the interval. The order of the Nodes' names gives the offset. So the cluster's nodes write one after the other,
+/// without coordination and without random peaks, and the nodes of a small cluster wait for less than a second.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Turn {
     /// The number of the cluster's Nodes that precede this one by name.

@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn only_foreign_rules_for_most_packets_count() {
+    fn foreign_rule_counts_only_if_it_applies_to_most_packets() {
         let table = RuleAttribute::Table(51820);
         let fwmark = [RuleAttribute::FwMark(51820), RuleAttribute::FwMask(u32::MAX)];
         let mut not_fwmark = rule(&[&fwmark[..], std::slice::from_ref(&table)].concat());

@@ -34,8 +34,8 @@ pub enum RoutingEvent {
     /// The node's own network: its default routes in the main table, and its addresses of scope universe except those with prefix length
     /// 32 or 128.
     Underlay,
-    /// Objects that the agent may have written, a rule of another program before which the agent's rules have to be, or the device. Also
-    /// used when events were lost.
+    /// Objects that the agent may have written, a rule of another program that must come after the agent's rules, or the device.
+    /// Also used when events were lost.
     Ours,
 }
 
@@ -181,7 +181,7 @@ fn classify_address(address: &AddressMessage) -> Option<RoutingEvent> {
     }
 }
 
-/// Whether the rule is the agent's, or one before which the agent's rules have to be.
+/// Whether the rule is the agent's, or a rule of another program that must come after the agent's rules.
 fn concerns_our_rules(rule: &RuleMessage) -> bool {
     let ours = RouteProtocol::from(PROTOCOL);
     let is_ours = |a: &RuleAttribute| matches!(a, RuleAttribute::Protocol(p) if *p == ours);

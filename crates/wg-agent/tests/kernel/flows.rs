@@ -202,8 +202,8 @@ fn destinations_outside_the_policy_are_unreachable(f: &'static Family) {
     assert_eq!(source_of(&mesh.member_pod, f.hub, 9090), f.member_pod);
     assert_eq!(source_of(&mesh.member_pod, f.hub2_pod, 9090), f.hub);
     assert_eq!(source_of(&mesh.hub, f.hub2_pod, 6443), f.hub);
-    // The member reaches addresses of another node through the hub's node, whether the Node object has them or not. Port 10250 is open
-    // inside the hub; the next loop shows that it is closed to the member.
+    // Through the node `hub`, the member reaches both addresses of the node `hub2`: the one in its Node object, and the bridge's,
+    // which is not in it. Port 10250 is open inside the hub; the next loop shows that it is closed to the member.
     for other in [f.hub2, f.hub2_bridge] {
         assert_eq!(source_of(&mesh.member_pod, other, 9090), f.hub);
         assert_eq!(source_of(&mesh.hub, other, 10250), f.hub);

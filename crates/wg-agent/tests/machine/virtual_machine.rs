@@ -41,7 +41,7 @@ pub(crate) fn passed_in_machine(here: &str) -> bool {
 /// Runs this program in the virtual machine and returns its output.
 fn run() -> Result<String, String> {
     let own = env::current_exe().map_err(|error| error.to_string())?;
-    // Without the flags that print the output of passed tests: it could split the line `test NAME ... ok` that is looked for.
+    // Drops the flags that print the output of passed tests: this output could split the line `test NAME ... ok`.
     let words = env::args()
         .skip(1)
         .filter(|word| word != "--nocapture" && word != "--show-output");

@@ -46,7 +46,7 @@ impl Tunnel {
         match hold_until {
             Some(due) => self.held_response = Some((due, response)),
             None => {
-                // A held response answers an initiation that the peer has replaced.
+                // A response that is still held answers an older initiation, which the new one replaces.
                 self.held_response = None;
                 self.respond(&response, now, out);
             }

@@ -71,7 +71,8 @@ impl Demo<'_> {
 
         self.title("the hub's API server is away; meanwhile a Peer loses a label in a tenant");
         hub.kill_api()?;
-        // The leader may write for three seconds after the last renewal of the Lease in the hub.
+        // The leader may write for three seconds after the last renewal of the Lease in the hub. After that, it needs the Lease
+        // in the tenant.
         tokio::time::sleep(Duration::from_secs(4)).await;
         let outcome = self.check_restored(&other, Instant::now()).await;
         self.check("the leader writes the label again", outcome);

@@ -131,7 +131,7 @@ impl Demo<'_> {
         };
         let began = unix_millis()?;
         self.lab.migrate(WORKERS[0], "mgmt-2").await?;
-        // Echoes of packets that were on their way do not count.
+        // An echo in the first 100 ms after the move does not count: its packet may have been sent before the end of the move.
         let outcome = watch.wait_for_echo_after(unix_millis()? + 100).await;
         let outcome = outcome.map(|_| {
             let times = watch.echo_times();

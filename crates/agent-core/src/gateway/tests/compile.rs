@@ -218,7 +218,7 @@ fn address_that_another_node_has_is_refused() {
 }
 
 #[test]
-fn node_without_a_valid_address_does_not_take_its_key() {
+fn key_of_a_node_without_a_valid_address_stays_free() {
     let bad = with(|inputs| {
         inputs.accesses[0].nodes.push(node(9, &["100.80.9.9"]));
         inputs.accesses[1].nodes.push(node(9, &["100.80.2.9"]));

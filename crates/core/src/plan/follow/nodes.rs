@@ -154,7 +154,8 @@ impl<'a> MeshFollower<'a> {
         if traits_after != **traits {
             return Err("the IP families, the discovered endpoints or the networks of a member changed");
         }
-        // Equal = the answer has changed: `not_enforcing` contains the members that did not enforce them before.
+        // `not_enforcing` contains the members that did not enforce PeerPolicies before. So if both sides are equal, the member
+        // changed.
         if link::enforces_policies(after, None) == self.kept.not_enforcing.contains(entry) {
             return Err("a member enforces PeerPolicies now, or does so no more");
         }
@@ -261,8 +262,8 @@ impl<'a> MeshFollower<'a> {
             let with_key = all.filter(|node| node.public_key.value().is_some_and(|key| keys.contains(key)));
             let after = changed.rows.iter().filter_map(|row| row.after);
             let own: BTreeSet<PublicKey> = after.filter_map(|node| node.public_key.value()).copied().collect();
-            // Each key may occur once, in a changed Node. `own` counts the key of several changed Nodes once, and no key of other
-            // Nodes, so any further Node with one of the keys makes `with_key.count()` larger.
+            // `own` is the set of the keys that changed Nodes have. `with_key.count()` is larger if an unchanged Node has one of
+            // `keys`, or if several changed Nodes have the same one.
             if with_key.count() > own.intersection(&keys).count() {
                 return Err("two Nodes have, or had, the same key");
             }
@@ -317,7 +318,7 @@ impl<'a> MeshFollower<'a> {
             .ok_or("a changed member has no report")?;
         let [old, new] = skipped;
         let mut skipped = report.skipped.clone();
-        // Otherwise no member needs this member's nodes, and the report lists none of them as skipped.
+        // If no member needs this member's nodes, the report lists none of them as skipped.
         if report.needs_registration {
             for gone in old {
                 let position = skipped.iter().position(|skipped| skipped == gone);

@@ -204,7 +204,7 @@ impl<'p> Pair<'p, '_> {
         new: Option<&Named>,
         planned_after: &RegisteredPeers<'_, '_>,
     ) -> Result<(), NotFollowed> {
-        let first = |planned: Option<&Named>| match planned?.1.spec.endpoint {
+        let endpoint_of = |planned: Option<&Named>| match planned?.1.spec.endpoint {
             Some(Endpoint::Ip(address)) => Some(address),
             _ => None,
         };
@@ -213,7 +213,7 @@ impl<'p> Pair<'p, '_> {
             .flatten()
             .map(|(_, peer)| peer.spec.public_key)
             .collect();
-        let (old, new) = (first(old), first(new));
+        let (old, new) = (endpoint_of(old), endpoint_of(new));
         if old == new {
             return Ok(());
         }

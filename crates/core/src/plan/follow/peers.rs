@@ -89,7 +89,7 @@ impl MeshFollower<'_> {
         self.check_keepalive(before.as_ref(), after.as_ref(), planned)
     }
 
-    /// No part of an anchored network was added to the existing Peer, or removed from it.
+    /// Checks that no part of an anchored network was added to the existing Peer, or removed from it.
     fn check_anchored(
         &self,
         before: Option<&PeerSpec>,

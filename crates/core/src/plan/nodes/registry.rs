@@ -39,7 +39,8 @@ pub(in crate::plan) struct NodeRegistry<'a> {
     pub(in crate::plan) skipped: Vec<Skipped>,
     /// Held nodes (docs/glossary.md), with the reason why they are not registered.
     pub(in crate::plan) held: BTreeMap<&'a str, Reason>,
-    /// podCIDRs of registered nodes and their followers that the Peers leave out, sorted by the age of the registered nodes.
+    /// The podCIDRs of registered nodes, and of their followers, that are left out of the Peers. Sorted by the age of the
+    /// registered nodes.
     pub(in crate::plan) uncovered: Vec<Uncovered>,
     /// The leaders of Kilo's locations and their followers.
     pub(in crate::plan) segments: Segments<'a>,

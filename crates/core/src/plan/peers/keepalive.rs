@@ -28,7 +28,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
     /// A node counts as behind a NAT in each of these cases:
     /// - It publishes a keepalive.
     /// - Other members see it at an address that it does not publish, and `kg` does not serve the target. If the source is the target
-    ///   itself, this includes what nodes of the target see.
+    ///   itself, the other nodes of the target count like other members.
     /// - It has only private addresses, and existing Peers of the source have a keepalive for NATs ([`Self::has_nat_keepalive`]).
     /// - It has addresses, but none that can be an endpoint in the source.
     pub(super) fn keepalive(&self, source: &MeshMember<'a>) -> u16 {
@@ -64,8 +64,8 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         };
         let is_own = source.cluster.name == self.name;
         move |node| {
-            // kg restarts all its sessions when a keepalive changes, so a report must not change one. Users can set
-            // `persistentKeepalive` instead.
+            // kg restarts all its sessions when a keepalive changes, so reports of other nodes must not change its keepalives.
+            // Users can set `persistentKeepalive` instead.
             let is_seen = |by| discovered::is_behind_nat(node, by);
             let is_reported =
                 !self.runs_kg && (is_seen(&self.discovered_by_others) || is_own && is_seen(&self.target.discovered));

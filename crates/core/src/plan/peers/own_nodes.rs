@@ -132,8 +132,8 @@ fn own_prefixes(pod_network: PodNetwork, node: &RegisteredNode<'_>) -> BTreeSet<
     prefixes
 }
 
-/// The InternalIPs that more than one registered node has. Locations may have equal private networks, and an agent refuses an
-/// allowed IP that is an address of its own node.
+/// The InternalIPs that more than one of the [`agent_nodes`] has, for example because two locations use the same private network.
+/// The Peers of own nodes do not get such an address: an agent refuses an allowed IP that is an address of its own node.
 fn shared_internal_ips(registry: &NodeRegistry<'_>) -> BTreeSet<IpNet> {
     let mut seen = BTreeSet::new();
     let all = agent_nodes(registry).flat_map(|node| internal_ips(node).collect::<BTreeSet<IpNet>>());

@@ -22,7 +22,7 @@ use crate::{
     },
 };
 
-/// The skipped nodes by source, the facts, and the nodes without their InternalIP by source.
+/// The skipped nodes by source, the facts, and by source the nodes whose Peers do not contain their InternalIP.
 type Reports = (
     BTreeMap<String, Vec<Skipped>>,
     BTreeSet<Fact>,
@@ -31,7 +31,7 @@ type Reports = (
 
 /// The Peers of some registered nodes of one source, without anchored networks.
 pub(in crate::plan) struct RegisteredPeers<'a, 'p> {
-    /// By node, with the name.
+    /// By node: the Peer's name, and the Peer.
     pub(in crate::plan) peers: BTreeMap<&'a str, (String, Arc<PlannedPeer>)>,
     /// What is reported about them.
     pub(in crate::plan) reports: Reports,

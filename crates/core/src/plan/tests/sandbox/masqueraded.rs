@@ -24,7 +24,7 @@ fn service_of_masqueraded_member_is_reached_through_its_gateways() {
         .spec
         .clone();
     assert_eq!(access.sandbox, "tenant");
-    // The gateways know only the WireGuard addresses of the tenant, which is routed.
+    // Although `tenant` is routed, the access contains only the WireGuard network of `tenant`, not the pod network.
     assert_eq!(access.networks, net_set(&["100.66.2.0/24"]));
     let addresses = access.nodes.values().map(|node| node.addresses.clone());
     assert_eq!(addresses.collect::<Vec<_>>(), [["100.66.2.1".parse().unwrap()].into()]);
@@ -117,7 +117,8 @@ fn quarantine_of_the_exporter_closes_its_gateways() {
     let policy = plan_mesh(&mesh, &seen).1.targets["tenant"].policies["m--mgmt"]
         .spec
         .clone();
-    // Gateways only reply, so they add no source. (In this test the WireGuard network of mgmt contains their addresses.)
+    // Gateways only reply, so they add no source. The only source is the WireGuard network of mgmt, which in this test also
+    // contains the addresses of the gateways.
     assert_eq!(policy.sources, net_set(&["100.66.1.0/24"]));
     assert!(
         policy
