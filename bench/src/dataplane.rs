@@ -1,5 +1,5 @@
-//! `cargo xtask bench dataplane`: compares tunnel programs. Measures every program ([`Variant`]) in each round. Each round
-//! starts with another variant, so that no variant is always the first.
+//! `cargo xtask bench dataplane`: compares tunnel programs with each other and with a link without a tunnel. Measures each
+//! of these ([`Variant`]) in every round. Each round starts with another variant, so that no variant is always the first.
 
 use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 

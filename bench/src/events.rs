@@ -58,7 +58,7 @@ pub(crate) struct Args {
     /// How long Nodes change.
     #[arg(long, default_value_t = 60)]
     seconds: u16,
-    /// How often the creation of all Peers is compared with a client that creates the same objects alone.
+    /// How many times to measure how fast the controller creates all Peers, and how fast a plain client creates the same Peers.
     #[arg(long, default_value_t = 0)]
     creations: u8,
     /// Measures also while the last members misbehave, one member in each of these ways: slow, throttling, error, truncated,

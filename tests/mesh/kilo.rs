@@ -192,7 +192,7 @@ impl<'a> TestEnv<'a> {
     async fn restarted_or_idle_kg_causes_no_write(&self) {
         let before = self.peer_writes();
         let (from, to) = (self.web_on("mgmt-1").await, self.web_on("tenant-b-2").await);
-        let watch = Watch::start(self.lab, &from, &to).await;
+        let flow = EchoFlow::start(self.lab, &from, &to).await;
         self.location
             .kubectl(["-n", "kube-system", "rollout", "restart", "daemonset/kilo"])
             .await
@@ -206,12 +206,12 @@ impl<'a> TestEnv<'a> {
             wait_until(what, PATIENCE, async || {
                 let text = published(&self.location, node.name(), "last-seen").await;
                 let seen: u128 = text.parse().map_err(|_| format!("last-seen is {text:?}"))?;
-                if seen * 1000 > watch.since { Ok(()) } else { Err(text) }
+                if seen * 1000 > flow.since { Ok(()) } else { Err(text) }
             })
             .await
             .unwrap();
         }
-        watch.end("kg restarted on one node after the other").await;
+        flow.end("kg restarted on one node after the other").await;
         self.every_pod_reaches_every_pod().await;
         let reconfigurations = self.reconfigurations().await;
         tokio::time::sleep(TWO_CHECK_INS).await;
@@ -223,7 +223,7 @@ impl<'a> TestEnv<'a> {
     async fn renumbered_nodes_are_followed(&self) {
         let before = published(&self.location, "tenant-b-3", "wireguard-ip").await;
         let (from, to) = (self.web_on("mgmt-1").await, self.web_on("tenant-b-3").await);
-        let watch = Watch::start(self.lab, &from, &to).await;
+        let flow = EchoFlow::start(self.lab, &from, &to).await;
         set_region(&self.location, "tenant-b-3", "central").await;
         wait_until("kg to renumber the nodes", PATIENCE, async || {
             let now = published(&self.location, "tenant-b-3", "wireguard-ip").await;
@@ -235,13 +235,13 @@ impl<'a> TestEnv<'a> {
         })
         .await
         .unwrap();
-        watch.end("the node moved to another location, kg renumbered").await;
+        flow.end("the node moved to another location, kg renumbered").await;
         self.every_pod_reaches_every_pod().await;
     }
 
     async fn dead_leader_is_replaced(&self) {
         let (from, to) = (self.web_on("mgmt-1").await, self.web_on("tenant-b-2").await);
-        let watch = Watch::start(self.lab, &from, &to).await;
+        let flow = EchoFlow::start(self.lab, &from, &to).await;
         let leader = self.lab.node("tenant-b-1");
         leader.power_cut().await.unwrap();
         wait_until("the other node to lead the location", PATIENCE, async || {
@@ -250,7 +250,7 @@ impl<'a> TestEnv<'a> {
         })
         .await
         .unwrap();
-        watch.end("the leader of the location lost its power").await;
+        flow.end("the leader of the location lost its power").await;
         self.answer(&from, &url(to.ip, 8080)).await;
         self.answer(&to, &url(from.ip, 8080)).await;
         leader.power_on().await.unwrap();
@@ -374,14 +374,14 @@ impl<'a> TestEnv<'a> {
 }
 
 /// A flow of datagrams between two pods, to measure how long it stops.
-struct Watch {
+struct EchoFlow {
     echoes: clustermesh_lab::EchoWatch,
     _server: clustermesh_lab::Running,
     /// The time of the change, in milliseconds since 1970.
     since: u128,
 }
 
-impl Watch {
+impl EchoFlow {
     async fn start(lab: &Lab, from: &RunningPod, to: &RunningPod) -> Self {
         let probe = lab.probe_program().unwrap();
         let address = format!(":{ECHO_PORT}");

@@ -1,8 +1,9 @@
 //! Tests a member whose two workers are pods of the hub, as with KubeVirt, on two nodes of the hub whose pod network is a VXLAN. A worker's
-//! eth0 has the address of a hub pod, and its API server has a ClusterIP of the hub; both are inside the mesh's networks. Outer packets
-//! and packets to the API server, the resolver and the other worker use eth0, and clients that connect to eth0 get replies from it. All
-//! other packets to the hub use the tunnel or are dropped. A worker may move to another node of the hub. At the end the member becomes a
-//! sandbox and enters the hub through gateways. The sandbox also reaches the hub over the underlay, until NetworkPolicies close it.
+//! eth0 has the address of a hub pod, and the member's API server has a ClusterIP of the hub; both are inside the mesh's
+//! networks. Outer packets and packets to the API server, the resolver and the other worker use eth0, and clients that connect to
+//! eth0 get replies from it. All other packets to the hub use the tunnel or are dropped. A worker may move to another node of the
+//! hub. At the end the member becomes a sandbox and enters the hub through gateways. The sandbox also reaches the hub over the
+//! underlay, until NetworkPolicies close this path.
 
 mod address;
 mod boundary;

@@ -1,7 +1,7 @@
 //! Tests a member whose nodes are in three locations, on whole clusters: two nodes in a datacenter behind a NAT, and one in each of two
 //! clouds. Without the mesh, pods in the datacenter and pods in a cloud cannot reach each other. The CNI of
-//! the member is flannel (VXLAN); in `cargo xtask demo --scenario locations` it is one with plain routes. The API server has the
-//! address of the node in one of the clouds.
+//! the member is flannel (VXLAN); in `cargo xtask demo --scenario locations` it is one with plain routes. The endpoint of
+//! the Service `default/kubernetes` is the address of `tenant-a-3`, the node in cloud A, as if the API server ran there.
 
 mod api_server;
 
@@ -214,7 +214,8 @@ impl TestEnv<'_> {
         }
     }
 
-    /// The datacenter's nodes have no tunnel to each other, and the address of the API server is reached without a tunnel.
+    /// The datacenter's nodes have no tunnel to each other, and the address of `tenant-a-3`, at which the API server
+    /// is reached, needs no tunnel.
     async fn location_uses_its_own_network(&self) {
         for (node, other, to_pod, to_node) in [
             ("tenant-a-1", "tenant-a-2", VXLAN, "eth0"),

@@ -105,8 +105,8 @@ async fn flow_survives_changes_of_other_nodes_and_agents(mesh: &Mesh<'_>) {
         published.elapsed().as_secs_f64()
     );
     mesh.product.wait_until_ready().await.unwrap();
-    // A hub node without a handshake before the power cut would keep sending initiations and so also report a broken link. Only
-    // the node of `sender` (below) is expected to report one.
+    // A hub node without a handshake with the new node before the power cut would keep sending initiations to it, and so also
+    // report a broken link. Only the node of `sender` (below) is expected to report one.
     for node in mesh.hub.nodes() {
         wait_until(
             format!("handshakes of {} with three peers", node.name()),

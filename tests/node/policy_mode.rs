@@ -414,7 +414,7 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
     }
 
     // After the agent stops, the node stays closed to the member. After cleanup, the node's state is as before the
-    // agent.
+    // agent started.
     let status = agent.terminate(TIMEOUT).await.expect("it ends");
     assert!(status.success(), "{}", agent.log());
     assert_eq!(

@@ -366,7 +366,7 @@ async fn key_rotation_over_ipv6_loses_packets_for_at_most_2_s() {
     rotate_key(&clusters, "[fd77::").await;
 }
 
-/// Rotates a node's key during traffic, and limits the packet loss. `outer` is the beginning of both endpoint addresses.
+/// Rotates a node's key during traffic, and checks that few packets are lost. `outer` is the start of both endpoint addresses.
 async fn rotate_key(clusters: &TwoClusters, outer: &str) {
     let (mgmt, tenant) = (clusters.site(MGMT), clusters.site(TENANT));
     let agent = clusters.agent(mgmt, "agent-mgmt");

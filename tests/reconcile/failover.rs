@@ -327,7 +327,7 @@ async fn leader_without_hub_lease_writes_where_it_renews_member_lease() {
     let host = env.controller_host();
     let mut running = env.start_replica(&host, "replica-0", 8081).await;
     env.apply_mesh(&env.mesh()).await;
-    // Without the permission, a member is written like the others while the leader holds the hub's Lease.
+    // While the leader holds the hub's Lease, it also writes into a member without the permission.
     env.until_condition("Ready", "True/Meshed", SOON).await;
     let log = running.log();
     assert!(

@@ -242,7 +242,7 @@ async fn flapping_member_is_named(env: &TestEnv, controller: &Running, proxy: &F
     until_problem(env, FAULTY[0], None).await;
 }
 
-/// A second mesh has a member of 1,000 nodes, and another one that refuses their Peers and their PeerPolicy.
+/// A second mesh has a member of 1,000 nodes, and another member that refuses the Peers of these nodes and the PeerPolicy.
 async fn thousand_refused_objects_are_one_problem(env: &TestEnv, controller: &Running, proxy: &FaultyApi) {
     let before = lines(controller);
     proxy.set(Some(Fault::Status(Requests::Writes, 422)));

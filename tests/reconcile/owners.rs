@@ -282,7 +282,7 @@ async fn second_hub_changes_no_peer_of_the_first(
     assert_eq!(peers_of(env, hub, NAMESPACE).await, of_first);
     assert_eq!(peers_of(env, hub, OTHER).await, of_other);
     assert!(second.terminate(SOON).await.unwrap().success(), "{}", second.log());
-    // The first hub must not see the second one's mesh: both use one API server only in this test.
+    // The first hub must not see the mesh of the second one. Only in this test do both hubs share an API server.
     let words = ["patch", "cmesh", "-n", ELSEWHERE, "prod", "--type=merge", "-p"];
     let patch = "{\"metadata\":{\"finalizers\":null}}";
     env.hub().kubectl([&words[..], &[patch]].concat()).await.unwrap();

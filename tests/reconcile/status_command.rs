@@ -50,7 +50,8 @@ impl<'e> StatusCommand<'e> {
         assert!(line.contains("; 3/3 members reachable, "), "{out}");
     }
 
-    /// Checks that `status` and `graph` name a member whose API server does not answer. Returns since when.
+    /// Checks that `status` and `graph` name a member whose API server does not answer. Returns the time since which it does not
+    /// answer, as `status` prints it.
     pub(crate) async fn names_unreachable(&self, member: &str) -> String {
         let (code, out, err) = self.run(&["status"]).await;
         assert_eq!((&*code, &*err), ("1", ""), "{out}");

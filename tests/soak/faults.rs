@@ -203,8 +203,8 @@ impl Fault {
             Self::Paused => {
                 let paused = clusters.set_paused(true).await;
                 if paused.is_ok() {
-                    // In the first 60 s of a pause the ledger permits writes, which may still be in flight. So the pause lasts
-                    // longer.
+                    // `Ledger` permits the controller's writes in the first 60 s of a pause, because they may still be in
+                    // flight. So the pause lasts longer.
                     sleep(Duration::from_secs(75)).await;
                 }
                 let resume = async || clusters.set_paused(false).await;

@@ -9,7 +9,7 @@
 //!   the Nodes themselves, without the planner.
 //! - The controller then writes nothing more (30 s).
 //! - The audit logs of all members contain only planned deletes. The delete of a Peer is a violation if, during the whole
-//!   60 s before it, the Node existed and kept its key, and the entries of both members were in the mesh. The delete of a
+//!   60 s before it, the Node existed and kept its key, and the entries of source and target were in the mesh. The delete of a
 //!   PeerPolicy is a violation if both entries were in the mesh during that time. So a missing Secret, an API server that is
 //!   unreachable or sends wrong responses, a lost label, an edit by hand and a change of leader excuse no delete. Three nodes
 //!   of each cluster are never removed and keep their keys.
@@ -59,7 +59,7 @@ struct Args {
 }
 
 fn main() -> ExitCode {
-    // A panic makes the lab keep its logs.
+    // `run` panics if a check fails, because a panic makes the lab keep its logs. The thread turns the panic into exit code 1.
     match std::thread::spawn(run).join() {
         Ok(()) => ExitCode::SUCCESS,
         Err(_) => ExitCode::FAILURE,

@@ -1,4 +1,4 @@
-//! The Nodes and the ClusterMesh of the measurement. Member `m` (from 1 to 60) has up to 1,000 Nodes, as agents annotate them.
+//! The Nodes and the ClusterMesh of the measurement. Member `m` (from 1 to 60) has up to 1,000 Nodes with agents' annotations.
 
 use base64::{Engine, engine::general_purpose::STANDARD};
 use clustermesh_lab::{ClusterPlan, LabPlan, NAMESPACE};

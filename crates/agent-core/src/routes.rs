@@ -108,11 +108,11 @@ pub fn desired(plan: &Plan) -> Routes {
         });
     }
     for net in &plan.mesh {
-        // The fallback lets a UDP server that is not bound to an address answer a mesh source over the underlay, from the
-        // underlay address in the mesh network. The kernel looks up the answer's route before netfilter can mark the answer, so
-        // with only an `unreachable` route the send would fail. With the fallback, netfilter sets the underlay mark, and the
-        // kernel looks up the route again, without this table. A packet that gets no mark goes to the device, which drops it,
-        // because no peer has its destination.
+        // The fallback lets a UDP server that is not bound to an address answer a mesh source over the underlay. The answer's
+        // source is the node's underlay address that lies in a mesh network. The kernel looks up the answer's route before
+        // netfilter can mark the answer, so with only an `unreachable` route the send would fail. With the fallback, netfilter
+        // sets the underlay mark, and the kernel looks up the route again, without this table. A packet that gets no mark goes to
+        // the device, which drops it, because no peer has its destination.
         if let Some(source) = source(plan, Family::of(net)) {
             let kind = Kind::Device {
                 source: Some(source),

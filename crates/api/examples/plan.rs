@@ -249,9 +249,9 @@ fn print(what: &str, times: &[Times]) {
     let least = |of: fn(&Times) -> Duration| times.iter().map(of).min().unwrap_or_default().as_secs_f64() * 1e3;
     let total = least(|t| t.snapshot + t.plan);
     let (snapshot, plan) = (least(|t| t.snapshot), least(|t| t.plan));
-    let anew = times.iter().find_map(|times| times.not_followed).unwrap_or("followed");
+    let outcome = times.iter().find_map(|times| times.not_followed).unwrap_or("followed");
     println!(
-        "{what:44} {snapshot:9.2} {plan:9.2} {total:9.2} {:7}  {anew}",
+        "{what:44} {snapshot:9.2} {plan:9.2} {total:9.2} {:7}  {outcome}",
         times[0].steps
     );
 }

@@ -119,7 +119,7 @@ pub(crate) fn texts(_: &mut SchemaGenerator) -> Schema {
     json_schema!({"type": "array", "maxItems": 64, "items": {"type": "string", "maxLength": 64}})
 }
 
-/// Events a second, 1 to 1,000,000.
+/// New connections a second, 1 to 1,000,000.
 pub(crate) fn rate(_: &mut SchemaGenerator) -> Schema {
     json_schema!({"type": "integer", "format": "int32", "minimum": 1, "maximum": 1_000_000})
 }

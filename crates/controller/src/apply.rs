@@ -243,6 +243,7 @@ impl Drop for RunGuard {
 /// Turns the error of a write into an outcome with a message for users.
 fn classify_error(error: &kube::Error, step: &Step) -> Outcome {
     match cause::<NotPermitted>(error) {
+        // `Member`: the request for the Lease in the member failed. This is a problem of the member, as a failed write is.
         None | Some(NotPermitted::Member(_)) => {}
         Some(why) => return Outcome::NotPermitted(why.to_string()),
     }

@@ -122,7 +122,7 @@ struct State {
     terms: u64,
     /// Whether the process exits.
     is_resigning: bool,
-    /// Whether the hub answered the last request for the Lease, if only with an error.
+    /// Whether the hub answered the last request for the Lease, even if only with an error.
     hub_answers: bool,
     /// When a request in flight was given up because the permission ended.
     gave_up: Option<Instant>,
@@ -246,7 +246,7 @@ impl Election {
         self.state().term.as_ref().map(|term| term.number)
     }
 
-    /// Whether the hub answers requests for the Lease, if only with an error.
+    /// Whether the hub answers requests for the Lease, even if only with an error.
     pub(crate) fn hub_answers(&self) -> bool {
         self.state().hub_answers
     }

@@ -66,8 +66,8 @@ impl Notice {
     }
 }
 
-/// The notices of one mesh that need no Event any more: the last reason of each topic. They are called published, although the hub may have
-/// refused an Event, and [`MAX_EVENTS`] leaves some out.
+/// The notices of one mesh that need no Event any more: the last reason of each topic. The code calls them published, but some
+/// have no Event: the hub refused it, or there were more than [`MAX_EVENTS`] notices.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Reported(BTreeMap<String, String>);
 

@@ -109,7 +109,7 @@ struct QueuedMesh {
     /// The number of writes in a row that failed because the ClusterMesh had changed.
     conflicts: u32,
     bucket: TokenBucket,
-    /// The status was written, but its Events were not written yet.
+    /// The hub accepted or refused the status, and its Events were not written yet.
     events_due: bool,
     /// The mesh may have something to write.
     is_dirty: bool,
@@ -409,8 +409,8 @@ impl Shared {
                     break None;
                 }
                 if self.election.leadership() != Leadership::Leader {
-                    // `leadership` reports a change only after a request for the Lease. A lapse that this request ends is not
-                    // reported, so the task looks again after a pause.
+                    // `leadership` reports a change only after a request for the Lease. If the Lease lapses and this request
+                    // renews it, no change is reported. So the task looks again after a pause.
                     break Some(Instant::now() + LAPSE_PAUSE);
                 }
                 let next = self.queue().next(&self.meshes, Instant::now());

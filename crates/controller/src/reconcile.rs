@@ -272,7 +272,7 @@ impl Reconciler {
         ];
         let next = next.into_iter().flatten().min().unwrap_or(RESYNC).min(RESYNC);
         if all_reported {
-            // At least 50 ms, so that times that are due in quick succession share a pass. While a report waits, there is no minimum.
+            // At least 50 ms, so that deadlines in quick succession share a pass. While a report waits, there is no minimum.
             next.max(Duration::from_millis(50))
         } else {
             next.min(PENDING_RESYNC)

@@ -54,7 +54,7 @@ pub enum Audience {
 pub struct State {
     /// The metrics for `/metrics`.
     pub registry: Arc<Registry>,
-    /// The clients to which `/metrics` is served. The labels of the metrics name meshes and clusters.
+    /// The clients to which `/metrics` is served. The labels of the metrics contain names of meshes and clusters.
     pub metrics_for: Audience,
     /// `/readyz`: 200, or 503 with the pending items; then the remarks in both cases. Each item and remark is on its own line.
     pub readiness: Readiness,

@@ -43,8 +43,8 @@ impl Lab {
 }
 
 impl Boundary<'_> {
-    /// The shipped file with values of the lab. Of the values that the file marks `SET`, this replaces the names and the
-    /// address of the sandbox's API server. The address of the registry stays, because the lab has no registry.
+    /// The shipped file with values of the lab. Of the values that the file marks `SET`, this replaces the namespace, the
+    /// sandbox's name and the address of its API server. The address of the registry stays, because the lab has no registry.
     ///
     /// # Errors
     /// When the file does not exist, or does not contain such a value.

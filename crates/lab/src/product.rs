@@ -323,8 +323,8 @@ impl<'a> Product<'a> {
         sandboxed.replace("isolationProfile: sandbox", "addressing: Masqueraded")
     }
 
-    /// Does the same as [`Product::mesh`]. Kilo serves the clusters `kilo`: their `allowedNetworks` also contain the addresses of their
-    /// nodes, which are the source of their host network's packets.
+    /// Does the same as [`Product::mesh`]. Kilo serves the clusters `kilo`: their `allowedNetworks` also contain the addresses of
+    /// their nodes, because packets from a node's host network have the node's address as their source.
     #[must_use]
     pub fn mesh_with_kilo(&self, kilo: &[&str], egress: &[(&str, &str)]) -> String {
         let mut mesh = self.mesh(egress);

@@ -121,8 +121,8 @@ impl Socket {
     /// (`NLM_F_DUMP_INTR`: some may be missing or duplicated), the dump starts again, so `pick` may get an object repeatedly.
     ///
     /// # Errors
-    /// [`Error::Malformed`] if any object cannot be parsed; [`Error::Interrupted`] after ten attempts; as
-    /// [`Self::change`].
+    /// [`Error::Malformed`] if any object cannot be parsed; [`Error::Interrupted`] after ten attempts; or an
+    /// error of [`Self::change`].
     pub fn dump<M, T>(&self, request: &M, mut pick: impl FnMut(M) -> Option<T>) -> Result<Vec<T>, Error>
     where
         M: NetlinkSerializable + NetlinkDeserializable,

@@ -106,8 +106,8 @@ async fn run_loop<F: Backend>(mut mode: PolicyMode<F>, store: &Store, heartbeat:
         )
         .ok();
     while !stop.is_cancelled() {
-        let are_all_harmless = mode.pass(&store.snapshot()).await;
-        let next_pass = Instant::now() + if are_all_harmless { RESYNC } else { RETRY };
+        let are_troubles_harmless = mode.pass(&store.snapshot()).await;
+        let next_pass = Instant::now() + if are_troubles_harmless { RESYNC } else { RETRY };
         heartbeat.beat();
         let nftables_event = async {
             match &mut nftables {

@@ -136,7 +136,7 @@ pub(crate) fn run_timers(shared: &Shared) {
             if state.tunnel.is_initiation_retry_due(now)
                 && let Some(endpoint) = &mut state.endpoint
             {
-                // The local address may have lost its route to the peer, so the kernel chooses another one.
+                // The local address may have lost its route to the peer, so the kernel chooses a local address again.
                 endpoint.local = None;
             }
             let mut wire = view.wire(state.endpoint);

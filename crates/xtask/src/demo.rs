@@ -62,7 +62,7 @@ enum Scenario {
     KubeVirt,
     /// Kills the leader of the controller's replicas, and stops and starts the hub's API server, while packets flow.
     Failover,
-    /// Connects two clusters that Kilo serves to the hub. KG_BIN must contain the path of Kilo's program kg.
+    /// Connects the hub and two clusters that Kilo serves. KG_BIN must contain the path of Kilo's program kg.
     Kilo,
 }
 

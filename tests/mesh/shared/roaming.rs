@@ -60,7 +60,7 @@ impl<'a> Roaming<'a> {
         self.lab.cluster(HUB).kubectl(delete).await.unwrap();
     }
 
-    /// Writes the Pod object of the pod on this node. Returns the time at which it has its address.
+    /// Replaces the Pod object by one on `node`. Returns the time at which the new object has its address.
     async fn place(&self, node: &str) -> Instant {
         self.delete_pod().await;
         let hub = self.lab.cluster(HUB);

@@ -144,7 +144,7 @@ fn text(part: &Value) -> String {
     part.as_str().map_or_else(|| part.to_string(), str::to_owned)
 }
 
-/// `SOURCE TYPE CODE -> DESTINATION` of an ICMP packet, without the code of destination-unreachable. For every
+/// The key of an ICMP packet: `SOURCE TYPE CODE -> DESTINATION`, or without CODE if TYPE is destination-unreachable. For every
 /// ICMPv6 type, nft prints CODE with the names of the destination-unreachable codes: 0 as `no-route`.
 fn icmp_key(parts: &[Value]) -> String {
     let [from, to, kind, code] = [0, 1, 2, 3].map(|at| text(&parts[at]));

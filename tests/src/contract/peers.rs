@@ -29,7 +29,7 @@ pub fn two_devices_carry_both_families_and_wg_reads_every_attribute(backend: Bac
         .filter_map(|f| f.as_str())
         .collect();
     assert_eq!((&link[0]["mtu"], flags.contains(&"UP")), (&1380.into(), true));
-    // The observation by the device itself contains the same values.
+    // `Device::observe` returns the same values as `wg`.
     let peer = a.peer(2);
     let want = PeerSpec {
         keepalive: NonZeroU16::new(25),

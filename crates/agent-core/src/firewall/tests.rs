@@ -123,7 +123,7 @@ fn closed_member_enters_closed_set_first_and_no_allow_set() {
     );
     assert!(
         !compile(&inputs).peers.is_empty(),
-        "only the controller removes its Peers"
+        "the agent keeps the Peers of a closed member; only the controller removes them"
     );
 }
 

@@ -156,12 +156,13 @@ impl<'q> Query<'q> {
     }
 
     /// Why no Peer for this gateway of the destination is planned in the source, although the SandboxAccess exists.
-    /// `None` = the Peer is planned, or the SandboxAccess does not exist yet (the planner plans the Peer only once it exists), or the
+    /// `None` = the Peer is planned, or the SandboxAccess does not exist yet (without it the planner plans no Peer), or the
     /// destination was not observed.
     fn missing_gateway_peer(&self, gateway: &ObjectName) -> Option<Explanation> {
         let member = self.destination_member.last_observed()?;
         let plan = self.plan.meshes.get(&self.mesh.id)?;
-        // Another mesh may have a SandboxAccess of a source with the same entry name, so the planned name decides.
+        // The existing SandboxAccess is looked up by its planned name. Its source would not suffice: an entry of another mesh may
+        // have the same name.
         let mut planned = plan.targets.get(self.destination)?.accesses.iter();
         let existing = member.accesses.as_ref();
         let access_exists = planned.any(|(name, access)| {

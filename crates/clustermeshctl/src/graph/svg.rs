@@ -39,7 +39,7 @@ pub(super) fn render(graph: &Graph) -> String {
     let crowd = graph.links.iter().filter(is_crowd).count();
     let hidden = if crowd > MAX_OTHER_LINKS { crowd } else { 0 };
     write_header(&mut svg, graph, hidden);
-    // The worst last, so that it is on top.
+    // The links in the worst state are drawn last, so that they are on top.
     let mut links: Vec<&Link> = graph
         .links
         .iter()

@@ -1,5 +1,5 @@
-//! `status --live`: reads every member, compares its objects with the plan, and replaces the problems that the controller reported by
-//! those that it finds. So it shows the present state also while no controller runs.
+//! `status --live`: reads every member, compares its objects with the plan, and replaces the problems that the controller reported
+//! with the problems that it finds. So it shows the present state also while no controller runs.
 
 use std::collections::BTreeMap;
 

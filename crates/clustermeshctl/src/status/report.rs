@@ -345,7 +345,7 @@ fn without_prefix(cluster: Option<&String>, message: &str) -> String {
     rest.unwrap_or(message).to_owned()
 }
 
-/// Whether a condition is not in its good state. An unknown condition counts as good when it is True, as most are.
+/// Whether a condition is not in its good state. All condition types except the three named below count as good when True.
 fn is_bad(condition: &Condition) -> bool {
     let is_true_good = !matches!(&*condition.type_, "NetworksOverlap" | "Degraded" | "Paused");
     condition.status != if is_true_good { "True" } else { "False" }

@@ -136,7 +136,8 @@ fn summary(report: &Report, now: Timestamp, all: bool) -> String {
     let controller = report.controller.as_ref().filter(|controller| controller.alive);
     let controller = controller.and_then(|controller| Some((controller.holder.as_ref()?, controller.renewed)));
     let controller = controller.map_or_else(String::new, |(holder, renewed)| {
-        // Only with `--all`: the time of the renewal changes with each read, so `--watch` would print the status each time.
+        // The time of the renewal is shown only with `--all`: it changes with each read, and `--watch` prints the status again
+        // whenever its text has changed.
         let renewed = renewed.filter(|_| all);
         let renewed = renewed.map_or_else(String::new, |renewed| {
             format!(" (Lease renewed {} ago)", age(renewed, now))

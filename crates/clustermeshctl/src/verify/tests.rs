@@ -1,6 +1,6 @@
 use std::{
     net::IpAddr,
-    path::{Path as File, PathBuf},
+    path::{Path as FilePath, PathBuf},
 };
 
 use clustermesh_core::plan::Settings;
@@ -14,7 +14,7 @@ use crate::args::{Args, Command};
 
 /// The plan for a hub with a gateway, a cluster-meshed tenant, and a sandbox with a grant for one Service. No Peer is written yet.
 async fn planned() -> PlanResult {
-    let fixtures = File::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
+    let fixtures = FilePath::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
     let mut args = vec!["clustermeshctl".to_owned(), "plan".to_owned()];
     let path = |file: &str| -> PathBuf { fixtures.join(file) };
     args.push(format!("-f={}", path("explain/mesh.yaml").display()));

@@ -362,7 +362,7 @@ impl Queue {
             self.push_front(lane_kind, group, step);
         }
         if matches!(outcome, Outcome::NotPermitted(_)) {
-            // Says nothing about the member.
+            // This outcome proves nothing about the member, so a recorded outage or throttling stays.
             if !is_outdated {
                 self.defer(now + NOT_PERMITTED_PAUSE, lane_kind, group, step);
             }

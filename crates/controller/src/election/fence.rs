@@ -77,7 +77,8 @@ struct Progress {
 /// What this replica knows of the Lease.
 #[derive(Default)]
 struct Held {
-    /// The Lease after our last write. `None` = it was not read yet, or another process has changed it.
+    /// The Lease as this replica last read or wrote it. `None` = it was not read yet, or the last renewal failed, for example
+    /// because another connection or replica has changed the Lease.
     lease: Option<Lease>,
     /// When the last successful renewal was sent.
     renewed: Option<Instant>,
@@ -127,7 +128,7 @@ impl Fence {
 
     /// Why the Lease could not be taken yet; `None` = no problem is known, or [`Self::is_awaited`] is false.
     pub(crate) fn problem(&self) -> Option<String> {
-        // `is_awaited` takes the same lock.
+        // This line also releases the lock, because `is_awaited` takes it, too.
         let problem = self.progress().problem.clone()?;
         if !self.is_awaited() {
             return None;
@@ -193,7 +194,7 @@ impl Fence {
                 lease.labels_mut().insert(LABEL_HUB.to_owned(), self.hub.clone());
                 // It does not expire: a new leader takes it, however old it is.
                 lease.spec.get_or_insert_default().lease_duration_seconds = None;
-                // If this replica was stopped since it read the Lease, a new leader may hold it now.
+                // If this process was suspended after it had read the Lease, another replica may be the leader now.
                 if self.election.held_term().map(|held| held.number) != Ok(term.number) {
                     return Err("this replica is not the leader any more".to_owned());
                 }

@@ -315,8 +315,8 @@ async fn members_lease_decides_while_the_hub_is_away() {
     assert_eq!(first_fence.permission().await.err(), Some(NotPermitted::Taken));
     assert_eq!(first_fence.permission().await.err(), Some(NotPermitted::Taken));
 
-    // The second replica has not renewed the member's Lease, so it could write only while it held the hub's Lease. It releases
-    // the hub's Lease, so the third replica may write as soon as it has taken the member's.
+    // The second replica has never renewed the member's Lease, so its permission to write ends with the hub's Lease, which it
+    // releases. So the third replica does not wait: it may write as soon as it has taken the member's Lease.
     let third = start(&hub, "c");
     seconds(1.0).await;
     second.resign().await;

@@ -94,8 +94,8 @@ impl Reconciler {
         };
         let seen = pass.seen.members.get(identity).and_then(Observation::fresh);
         let is_ours = |owner| ownership::of(owner, &pass.plan.hub, &pass.plan.claimants) == Ownership::Mesh(mesh);
-        let may_be_written = member.writer.is_writing(mesh) || !self.hub.election.has_ended_earlier_writes();
-        !may_be_written && seen.is_some_and(|seen| !owners(seen).any(is_ours))
+        let write_may_be_in_flight = member.writer.is_writing(mesh) || !self.hub.election.has_ended_earlier_writes();
+        !write_may_be_in_flight && seen.is_some_and(|seen| !owners(seen).any(is_ours))
     }
 }
 

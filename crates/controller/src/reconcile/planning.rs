@@ -54,7 +54,7 @@ impl Planning {
 }
 
 /// Selects the steps for each member. Omits two kinds of delete steps: those in a member whose observation is not
-/// fresh, and those for a mesh that may reference the same cluster by another Secret.
+/// fresh, and those for a mesh that may reference the member's cluster by another Secret.
 pub(super) fn select_steps(
     plan: &Plan,
     seen: &Observations,

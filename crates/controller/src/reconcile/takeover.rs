@@ -7,7 +7,8 @@ use tokio::time::Instant;
 use super::Reconciler;
 
 /// How long a new leader waits at most for new lists of ClusterMeshes, Nodes and Peers before it writes. If one of these lists is
-/// still missing then, the leader plans with the old list and writes. An old list never causes a delete.
+/// still missing then, the leader plans with the old list and writes. The old list does not count as current, so it causes no
+/// delete.
 const MAX_WAIT: Duration = Duration::from_secs(2);
 
 /// The last time that this replica became the leader.
@@ -23,8 +24,8 @@ impl Reconciler {
     /// Whether this replica has just become the leader and must not write yet.
     ///
     /// Another leader may have written what this replica has not seen: after an interruption of this replica's connections, its
-    /// watches are behind until TCP sends the lost packets again. A plan from old Nodes or ClusterMeshes would delete newer
-    /// Peers.
+    /// watches are behind until TCP sends the lost packets again. If its old lists of Nodes and ClusterMeshes counted as current,
+    /// its plan would delete newer Peers.
     pub(super) fn is_taking_over(&mut self) -> bool {
         let term = self.hub.election.term_number();
         if term != self.takeover.term {

@@ -1,8 +1,9 @@
 //! Applies changes of Nodes, Peers and the freshness of members to the last plan, instead of planning all meshes anew.
 //!
-//! [`super::plan`] is the reference: [`Follower::plan`] returns an equal plan. It follows a change only if it can show that the change
-//! touches nothing but the Peers of the changed Nodes, the reports about these Nodes and members, and which objects may be deleted. After
-//! any other change it plans anew. [`nodes`] has the conditions for Nodes, [`peers`] those for existing Peers.
+//! [`super::plan`] is the reference: [`Follower::plan`] returns an equal plan. [`Follower`] follows a change only if it can show
+//! that the change touches nothing but the Peers of the changed Nodes, the reports about the changed Nodes and members, and which
+//! objects may be deleted. After any other change it plans anew.
+//! [`nodes`] has the conditions for Nodes, [`peers`] those for existing Peers.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

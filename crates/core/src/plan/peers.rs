@@ -72,7 +72,7 @@ pub(super) struct PeerPlanner<'a, 'p> {
     unsettled: BTreeSet<String>,
     /// The name of each planned Peer whose name is not the readable one (`readable` in [`Self::add_named_peer`]): it is the
     /// name of an existing Peer, or it contains a hash because the readable name is taken. [`ExistingPeers::complete`] adds the
-    /// names of existing Peers, which gives [`super::target::KeptTarget::unmatched`].
+    /// names of existing Peers that match no planned Peer. The result is [`super::target::KeptTarget::unmatched`].
     unmatched: BTreeSet<String>,
     /// The endpoints at which members other than the target see nodes.
     discovered_by_others: Discovered,

@@ -203,8 +203,8 @@ pub(super) struct KeptTarget {
     /// Names of existing Peers that do not belong to the mesh, or have no valid spec.
     pub(super) foreign: BTreeSet<String>,
     /// Names of existing Peers, except those in `foreign`, for which no planned Peer has the same name, source and key. Usually
-    /// they were not deleted or updated yet. Also names of planned Peers that keep the different name of an existing Peer, or
-    /// that contain a hash because the name without it is taken.
+    /// they were not deleted or updated yet. Also the name of a planned Peer if it differs from the name by the naming
+    /// rule without a hash: the Peer keeps the name of an existing Peer, or the name without a hash is taken.
     pub(super) unmatched: BTreeSet<String>,
     /// An existing Peer may affect a planned Peer of another name: a Peer of this hub has no mesh label, so a mesh may adopt it,
     /// or an existing Peer in `unmatched` has the key of a planned Peer. Then no change is followed; the mesh is planned anew.

@@ -262,7 +262,7 @@ pub(super) fn of_degraded(
                     ),
                 )
             }
-            // One message for all of these facts: it is long, and every two clusters may have such a fact.
+            // One message for all of these facts, because the message is long and each pair of clusters may have such a fact.
             Fact::HostNetworkNotServed { cluster, .. } if is_first_unserved => {
                 is_first_unserved = false;
                 ("HostNetworkNotServed", cluster, host_network_not_served(plan))

@@ -30,7 +30,7 @@ pub(super) fn write_configuration(settings: &Settings) -> Result<()> {
 }
 
 /// Waits until flanneld has set up the node, then writes the CNI configuration, which makes the Node Ready. If the configuration
-/// were written before that, kubelet would start pods that the plugin refuses, and would try again up to 15 s later.
+/// were written earlier, kubelet would start pods that the plugin refuses, and would try again up to 15 s later.
 pub(super) fn enable_plugin() -> Result<()> {
     wait_for_file(Path::new("/run/flannel/subnet.env"), Duration::from_secs(180))?;
     // containerd must not read a partial file.

@@ -61,7 +61,7 @@ impl LabPlan {
 }
 
 impl ClusterPlan {
-    /// The MTU of the pod network of a cluster on the underlay.
+    /// The MTU of the cluster's pod network, if the cluster's nodes are on the underlay.
     pub(crate) fn pod_mtu(&self) -> u16 {
         match self.pod_network {
             PodNetwork::HostGateway => UNDERLAY_MTU,

@@ -124,7 +124,8 @@ fn debian_base(progress: &dyn Fn(&str)) -> Result<PathBuf> {
     scratch.write_settings()?;
     let (system, unfinished) = (scratch.path("system.tar"), scratch.path("base.tar"));
     let mut bootstrap = Command::new("mmdebstrap");
-    // `extract` unpacks the packages and does not configure them: the programs that the Containerfiles and the images run need no more.
+    // `extract` unpacks the packages without configuring them. That is enough for the programs that the Containerfiles and the
+    // images run.
     bootstrap.args(["--variant=extract", "--mode=root", "--quiet"]);
     bootstrap
         .arg(format!("--include={PACKAGES}"))

@@ -174,8 +174,8 @@ async fn run_loop(
         heartbeat.beat();
         let delay = loop {
             tokio::select! {
-                // The first ready branch is taken, so that a due renewal of the grants comes before the next pass: a large table is
-                // written in several passes without a pause between them.
+                // The first ready branch is taken. A large table is written in several passes without a pause between them, and a
+                // due renewal of the grants must not wait for the last of these passes.
                 biased;
                 () = stop.cancelled() => break Duration::ZERO,
                 Ok(()) = last_contact.changed() => {

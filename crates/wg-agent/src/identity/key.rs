@@ -162,8 +162,8 @@ pub fn promote(path: &Path) -> Result<(), KeyFileError> {
 }
 
 /// Creates the directory, or restricts an existing one to its owner. A directory that others can only read is changed
-/// to 0700, because container runtimes create host paths with 0755 and not every node has a shell. A directory that
-/// others can write is an error.
+/// to 0700: container runtimes create host paths with 0755, and an administrator cannot run chmod on a node without a shell.
+/// A directory that others can write is an error.
 fn restrict(directory: &Path) -> Result<(), KeyFileError> {
     DirBuilder::new()
         .recursive(true)

@@ -46,7 +46,7 @@ pub struct AnnotationInputs<'a> {
     pub discovered: BTreeMap<PublicKey, SocketAddr>,
     /// The value of the annotation [`NODE_AGENT`].
     pub agent: AgentStatus,
-    /// When this node may write its status.
+    /// When this node may write the annotations in [`DesiredAnnotations::status`].
     pub turn: Turn,
 }
 

@@ -13,8 +13,8 @@ use clustermesh_netlink::{Protocol, Socket, link};
 use netlink_packet_core::DefaultNla;
 use netlink_packet_route::link::{AfSpecUnspec, LinkAttribute};
 
-/// A setting that is still wrong: the agent does not write it ([`Sysctl::write`]), the write failed, or the value of `all` is in force
-/// after the write.
+/// A setting that is still wrong: the agent does not write it ([`Sysctl::write`]), the write failed, or the greater value of
+/// `conf/all` is in force after the write.
 #[derive(Debug, thiserror::Error)]
 #[error("{} {}: {}; {}", .sysctl.name, .found, .sysctl.why, remedy(.sysctl, .error.as_ref()))]
 pub struct WrongSetting {

@@ -239,7 +239,7 @@ mod tests {
             missing_after_each(&WatchedKind::Pending, &requests),
             [false, false, false, true]
         );
-        // The API server does not respond after 3 s because it restarts, and may not know its CRDs for a while afterwards.
+        // The request at 3 s gets no response, because the API server restarts. It may not know its CRDs for a while afterwards.
         let requests = [(0, true), (3, false), (12, true), (15, true), (24, true)];
         assert_eq!(
             missing_after_each(&WatchedKind::Pending, &requests),

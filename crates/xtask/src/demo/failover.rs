@@ -14,7 +14,7 @@ const NEW_HUB: &str = "mgmt-new";
 const ECHO_PORT: u16 = 7_007;
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The hub, where the replicas of the controller are on different nodes, two tenants, and a hub to which the mesh moves.
+/// The hub with two nodes (for the two replicas of the controller), two tenants, and a hub to which the mesh moves.
 pub(super) fn plan() -> LabPlan {
     LabPlan::clusters(&[(HUB, 2), (MEMBER, 1), (OTHER, 1), (NEW_HUB, 1)])
 }

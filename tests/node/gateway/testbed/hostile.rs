@@ -274,7 +274,7 @@ fn pods_cannot_use_forged_entries(testbed: &Testbed, mark: &str, family: usize) 
         None,
     );
     let received = Counter::new(&a.ns, "udp dport 7012");
-    // The gateway's chain `first` drops each packet from outside the tunnel whose destination is not an address of the pod.
+    // The gateway's chain `first` drops each packet from outside the tunnel that is not addressed to the gateway's pod.
     let before = testbed.dropped("first", "not addressed to this pod");
     send_from_pod(db, endpoint, (sandbox, 7012));
     assert_eq!(

@@ -40,8 +40,8 @@ fn packets_of_family_without_an_address_are_dropped() {
     );
 }
 
-/// If only one limit is set, only its rules exist. 96 is the limit of one list: the limits of `table()` are large, so each is
-/// spread over lists of about 64 connections. Lists fill unevenly, so the limit of each list is 50 % above 64.
+/// If only one limit is set, only its rules exist. The limits of `table()` are large, so each is spread over several connection
+/// lists of the kernel, with a share of 64 connections each. Lists fill unevenly, so each has a limit 50 % above its share: 96.
 #[test]
 fn without_a_limit_connections_are_not_counted() {
     assert_rules(

@@ -154,8 +154,8 @@ impl<'a> MeshFollower<'a> {
         if traits_after != **traits {
             return Err("the IP families, the discovered endpoints or the networks of a member changed");
         }
-        // `not_enforcing` contains the members that did not enforce PeerPolicies before. So if both sides are equal, the member
-        // changed.
+        // The left side: the member enforces PeerPolicies now. The right side: it did not enforce them before. If both are true,
+        // or both are false, the member changed.
         if link::enforces_policies(after, None) == self.kept.not_enforcing.contains(entry) {
             return Err("a member enforces PeerPolicies now, or does so no more");
         }

@@ -178,14 +178,14 @@ impl<'p> Pair<'p, '_> {
         if was == is {
             return Ok(());
         }
-        // Once the existing Peer of a suitable node has an anchored network, that node stays the anchor. Until then
-        // (`KeptTarget::unsettled`), a change of any node's suitability can change the choice.
+        // If the existing Peer of a node has an anchored network, the node stays its anchor as long as it is usable and no usable
+        // node has a better rank. While a network has no such node (`KeptTarget::unsettled`), a change of any node's suitability
+        // can change the choice.
         let has_unsettled_anchors = kept.targets[self.target].unsettled.contains(self.source);
         if is_anchor || has_unsettled_anchors {
             return Err("an anchor changed");
         }
-        // The smallest rank is best. The anchors are among the usable nodes with the best rank, and stay while the changed node's
-        // rank is not better.
+        // The smallest rank is best. The anchors stay if the changed node's rank is not better than theirs.
         let report = &self.follower.planned.clusters[self.source];
         let anchors: BTreeSet<&String> = report.anchored.values().flatten().collect();
         let member = self.new.mesh_members[self.source].last_observed();

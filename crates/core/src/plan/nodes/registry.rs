@@ -25,7 +25,7 @@ pub(in crate::plan) struct RegisteredNode<'a> {
     pub(in crate::plan) wireguard: IpNet,
     /// The name of its Peers by the naming rule, without a hash.
     pub(in crate::plan) peer_name: String,
-    /// The Peer that was planned last for this node, in any target. The next target shares it if its Peer is equal.
+    /// The Peer that was planned last for this node, in any target. If the next target needs an equal Peer, it shares this one.
     pub(in crate::plan) shared_peer: Mutex<Option<Arc<PlannedPeer>>>,
 }
 

@@ -62,7 +62,7 @@ pub(in crate::plan) fn is_matched(existing: &ObservedPeer, planned: &PlannedPeer
 /// The existing Peers of a target, of all owners.
 pub(super) struct ExistingPeers<'a> {
     by_name: Option<&'a Rows<ObservedPeer>>,
-    /// The first existing Peer with each key, by name.
+    /// For each key, the existing Peer with this key whose name comes first.
     by_key: HashMap<PublicKey, Existing<'a>>,
     /// Further existing Peers with a key in `by_key`.
     more_by_key: BTreeMap<PublicKey, Vec<Existing<'a>>>,
@@ -125,7 +125,7 @@ impl<'a> ExistingPeers<'a> {
                         is_unobserved
                     }
                 },
-                // `None` = not kept; `Some(None)` = kept, and its mesh has no entry for the source.
+                // `kept_source`: `None` = the Peer is not kept; `Some(None)` = it is kept; its mesh has no entry for the source.
                 Ownership::Mesh(mesh) => {
                     let kept_source = inputs.kept_source(mesh, peer);
                     if let Some(Some(source)) = kept_source {

@@ -50,10 +50,10 @@ impl<'a> PeerPlanner<'a, '_> {
         }
     }
 
-    /// Chooses the name of a Peer and adds the Peer to the plan. If a Peer of this mesh and `source` already has this key, its name is
-    /// kept even if the naming rule gives another name: deleting one Peer and creating another makes kg lose the key for minutes.
-    /// `own_names` are the names that the rule gives to the nodes (or gateways) of `source`. A Peer does not keep its name if the rule
-    /// gives that name to another node.
+    /// Chooses the name of a Peer and adds the Peer to the plan. If an existing Peer of this mesh and `peer.source` has the same
+    /// key, its name is kept even if the naming rule gives another name: deleting one Peer and creating another makes kg lose the
+    /// key for minutes. `own_names` are the names that the rule gives to the nodes (or gateways) of `peer.source`. An existing
+    /// Peer does not keep its name if the rule gives that name to another node.
     ///
     /// `readable` is the name that the rule gives to the node, without a hash. Returns the position of the Peer in `peers`.
     pub(super) fn add_named_peer(

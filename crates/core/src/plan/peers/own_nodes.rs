@@ -74,7 +74,8 @@ impl PeerPlanner<'_, '_> {
                 self.facts.insert(Fact::AddressShared { cluster, message });
             }
             // If a silent or held node of the target may still run kg, `PeerPlanner::new` marks the keys of all nodes of the
-            // target as taken, so that no other member's Peer gets them. The node's own Peer must get the node's key.
+            // target as taken, so that no other member's Peer gets them. The Peer planned here must still get the key of
+            // `node`.
             let owner = self.taken_keys.get(&node.key);
             if owner == Some(&Holder::Node(node.node.into())) {
                 self.taken_keys.remove(&node.key);

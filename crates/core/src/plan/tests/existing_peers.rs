@@ -226,8 +226,8 @@ fn mesh_with_namespaced_state() -> (Mesh, Observations) {
     (mesh, seen)
 }
 
-/// Changes the observations of [`mesh_with_namespaced_state`] as if the Services and Pods of no namespace had been listed yet. Managed
-/// objects stay, because they are listed for all namespaces together.
+/// Changes the observations of [`mesh_with_namespaced_state`] as if Services and Pods, which are listed per namespace,
+/// had not been listed yet. Managed objects stay, because they are listed for all namespaces together.
 fn mark_namespaces_unlisted(seen: &mut Observations) {
     let why = || "it is being read for the first time".to_owned();
     edit(seen, &ClusterIdentity::Local, |m| {

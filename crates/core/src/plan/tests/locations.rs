@@ -1,4 +1,4 @@
-//! Tests the Peers of a member's nodes in their own cluster (rule 14).
+//! Tests the Peers of a member's nodes in their own cluster (design rule 14).
 
 use super::*;
 

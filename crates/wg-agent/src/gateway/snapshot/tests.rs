@@ -131,7 +131,7 @@ fn lasting_watch_failure_depends_on_cause_and_duration() {
     assert_eq!(
         lasting_failure_after(failing_for_long(), 503),
         None,
-        "the API server has answered only recently"
+        "the API server has been answering for less than the timeout"
     );
     store.lock().answers_since = Instant::now().checked_sub(timeout);
     assert_eq!(lasting_failure_after(failing_for_long(), 503), Some(Failure::Other));

@@ -143,7 +143,7 @@ fn list_precedes_table_and_is_hastened_by_new_own_address() {
     assert!((after(5)..=after(10)).contains(&table));
     assert!((after(180)..=after(360)).contains(&list));
     assert_eq!(plan.next(now), (table, Step::Table));
-    // Both are overdue, so the list comes first.
+    // Both are overdue, and then the list takes precedence.
     assert_eq!(plan.next(after(400)).1, Step::List);
     plan.set_own_address(now);
     let list = plan.next_list.unwrap();

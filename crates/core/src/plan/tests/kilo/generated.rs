@@ -132,10 +132,10 @@ proptest! {
             for net in peer.spec.allowed_ips.iter().filter(|net| !node_prefixes.contains(net)) {
                 let mut addresses = nodes.values().flat_map(|node| &node.internal_ips);
                 let contained = addresses.find(|address| net.contains(*address));
-                // First exception: an operator may anchor the nodes' network if wg-agent serves the hub. wg-agent marks its outer packets,
-                // so they do not use the route. Second exception: the /32 of an InternalIP. The Peer of the address's node may
-                // contain it. The Peer of another node in the same location may contain it, too, unless the address's node has
-                // granularity full.
+                // First exception: an operator may anchor the nodes' network if wg-agent serves the hub. wg-agent marks its outer
+                // packets, so they do not use the route to that network. Second exception: the /32 of an InternalIP. The Peer of
+                // the address's node may contain it. The Peer of another node in the same location may contain it, too, unless the
+                // address's node has granularity full.
                 let may_anchor_node_network = tenant.anchored.is_some() && !tenant.hub_has_kg;
                 prop_assert!(
                     contained.is_none_or(|address| {
