@@ -14,7 +14,7 @@ async fn member_that_is_down_delays_nothing_and_catches_up() {
     let (env, mut controller) = TestEnv::start_meshed(&["mgmt", "tenant-a", "tenant-b"]).await;
     let before = env.peers("mgmt").await;
     let status = StatusCommand::new(&env, &["mgmt", "tenant-a"]);
-    status.is_healthy().await;
+    status.assert_healthy().await;
     let mut watch = status.watch();
     watch.until_shown("healthy").await;
 
@@ -63,7 +63,7 @@ async fn member_that_is_down_delays_nothing_and_catches_up() {
     ];
     env.until_peers("tenant-b", &names, LATER).await;
     env.until_condition("Ready", "True/Meshed", LATER).await;
-    status.is_healthy().await;
+    status.assert_healthy().await;
     status.errors_name_missing_crd_mesh_or_flag().await;
     status.needs_only_the_documented_rights().await;
     status.names_controller_that_does_not_renew().await;

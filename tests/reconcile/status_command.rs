@@ -40,7 +40,7 @@ impl<'e> StatusCommand<'e> {
         clustermeshctl(words, &self.flags).await
     }
 
-    pub(crate) async fn is_healthy(&self) {
+    pub(crate) async fn assert_healthy(&self) {
         let (code, out, err) = self.run(&["status"]).await;
         assert_eq!((&*code, &*err), ("0", ""), "{out}");
         let [line] = &*out.lines().collect::<Vec<_>>() else {

@@ -93,8 +93,9 @@ pub struct Sets {
     /// Addresses of gateways. Gateways accept only this node's WireGuard address as a source, so this address replaces even a
     /// published source.
     pub gateways: BTreeSet<IpNet>,
-    /// This cluster's networks that other members may reach. Connections from the tunnel to the part that is not `published` are
-    /// masqueraded, because this node is then an anchor and the replies have to return through it.
+    /// This cluster's networks that other members may reach. Connections from the tunnel to addresses in them that are not this
+    /// node's (`published`) are masqueraded: other members reach these addresses through this node, so the replies have to return
+    /// through it.
     pub served: BTreeSet<IpNet>,
     /// Two networks of the same member. A source in the first may send ICMP errors about flows from or to the second.
     pub pairs: BTreeSet<(IpNet, IpNet)>,

@@ -39,7 +39,10 @@ pub(crate) fn run(check: bool) -> anyhow::Result<()> {
     let files = [
         (
             "gateway.yaml",
-            render(&gateways_before_policy)? + gateway::ADMISSION + &render(&gateways_after_policy)?,
+            render(&gateways_before_policy)?
+                + gateway::NODE_PORT
+                + gateway::ADMISSION
+                + &render(&gateways_after_policy)?,
         ),
         ("controller.yaml", render(&controller())?),
         (

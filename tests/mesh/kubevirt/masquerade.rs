@@ -8,10 +8,10 @@ use serde_json::Value;
 use super::{ECHO_PORT, HUB, PATIENCE, TestEnv, WORKER, migration::longest_silence, pod};
 use crate::setup::{fetch_mebibyte, unix_millis};
 
-/// The worker moves to a node whose agent has the address of the worker's old node as the worker's endpoint. So the new node
-/// still sends to the old node, which sends the packets back with the new node's address as their source, and the new node's
-/// kernel drops them. The flow continues when the worker sends a packet without having received one: at the latest its handshake
-/// initiation, 15 s after its first unanswered packet.
+/// The worker moves from one node of the hub to another. The new node's agent still has the old node's address as the worker's
+/// endpoint, so its packets for the worker go to the old node. The old node sends them back with the new node's address as their
+/// source, and the new node's kernel drops them. The worker only answers packets, but it receives none. So the flow continues when
+/// the worker's WireGuard sends a packet by itself: at the latest a handshake initiation, 15 s after its first unanswered packet.
 pub(super) async fn flow_continues_on_the_workers_new_node(env: &mut TestEnv<'_>) {
     env.lab.masquerade_workers(HUB, true).await.unwrap();
     let old = env.worker.host_node().unwrap().clone();

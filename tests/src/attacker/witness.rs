@@ -144,8 +144,9 @@ fn text(part: &Value) -> String {
     part.as_str().map_or_else(|| part.to_string(), str::to_owned)
 }
 
-/// The key of an ICMP packet: `SOURCE TYPE CODE -> DESTINATION`, or without CODE if TYPE is destination-unreachable. For every
-/// ICMPv6 type, nft prints CODE with the names of the destination-unreachable codes: 0 as `no-route`.
+/// The key of an ICMP packet: `SOURCE TYPE CODE -> DESTINATION`. Errors of the type destination-unreachable are counted together,
+/// without CODE. The CODE of another ICMPv6 type has a misleading name, because nft names the codes of all types like those of
+/// destination-unreachable: 0 is `no-route`.
 fn icmp_key(parts: &[Value]) -> String {
     let [from, to, kind, code] = [0, 1, 2, 3].map(|at| text(&parts[at]));
     match kind.as_str() {

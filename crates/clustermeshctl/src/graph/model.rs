@@ -261,8 +261,8 @@ fn link_state(
     }
     let sum = |count: fn(&BrokenLink) -> i64| broken.iter().copied().map(count).sum::<i64>();
     let (up, total) = (sum(|link| link.up), sum(|link| link.total));
-    // Each `BrokenLink` is for one direction, and counts only the tunnels of nodes that report a tunnel down. If it counts fewer
-    // than all `tunnels` of its direction, the other nodes report no tunnel down, so the link is partly up.
+    // A `BrokenLink` is about one direction. Its `total` counts the tunnels of those nodes that report a tunnel down. If `total` is
+    // less than the number of all tunnels between the members, further nodes report no tunnel down, so the link is partly up.
     let tunnels = members[a].registered.saturating_mul(members[b].registered);
     let is_down = up == 0 && broken.iter().all(|link| link.total >= tunnels);
     let state = if is_down { LinkState::Down } else { LinkState::Partly };

@@ -435,6 +435,7 @@ fn error_classes_tell_refused_object_from_unavailable_member() {
         }))
     };
     let unreadable = serde_json::from_str::<u8>("x").expect_err("no number");
+    // 500 is the answer if an admission webhook fails on the object. An API server that is down or overloaded answers 503.
     for error in [answer(500), answer(422), kube::Error::SerdeError(unreadable)] {
         assert!(matches!(classify_error(&error, &one), Outcome::Refused(_)), "{error:?}");
     }

@@ -227,25 +227,25 @@ fn older_list_undoes_our_own_write_when_read_again() {
 }
 
 #[test]
-fn refused_kind_is_forbidden_later_unless_read_before() {
+fn kind_that_was_never_read_is_forbidden_after_ten_seconds_of_403() {
     let denied = || Trust::Denied("403".into());
-    let is_forbidden_at_once_and_later = |feed: &Feed<i64>| {
+    let is_forbidden_before_and_after_ten_seconds = |feed: &Feed<i64>| {
         feed.set_trust(denied());
         feed.set_trust(denied());
-        let at_once = feed.is_forbidden();
+        let before = feed.is_forbidden();
         feed.lock().denied_since = tokio::time::Instant::now().checked_sub(FORBIDDEN_AFTER);
         feed.set_trust(denied());
-        (at_once, feed.is_forbidden())
+        (before, feed.is_forbidden())
     };
     let never_read = feed();
-    assert_eq!(is_forbidden_at_once_and_later(&never_read), (false, true));
+    assert_eq!(is_forbidden_before_and_after_ten_seconds(&never_read), (false, true));
     assert!(!never_read.has_answer());
     // The refusal remains known while the API server does not answer.
     never_read.set_trust(Trust::Broken("no answer".into()));
     assert!(never_read.is_forbidden());
     let read = feed();
     replace(&read, vec![object("a", "1", json!({"n": 1}))], "1");
-    assert_eq!(is_forbidden_at_once_and_later(&read), (false, false));
+    assert_eq!(is_forbidden_before_and_after_ten_seconds(&read), (false, false));
     assert_eq!((rows(&read), read.has_answer()), (vec![("a".into(), 1)], true));
 }
 

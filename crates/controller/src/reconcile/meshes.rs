@@ -14,6 +14,7 @@ use clustermesh_api::{
     mesh::{ClusterEntry, ClusterMesh, KubeconfigSecretRef},
 };
 use clustermesh_core::mesh::{Addressing, Cluster, ClusterIdentity, Locations, Mesh, MeshId, ObjectName, PodNetwork};
+use ipnet::IpNet;
 
 use super::to_core;
 use crate::{feed::Feed, hub::Hub, hub_writer::has_finalizer};
@@ -198,7 +199,7 @@ pub(super) fn identity_of_secret(namespace: &str, secret: &KubeconfigSecretRef) 
 }
 
 /// Reads `status.clusters[].acceptedNetworks`. Ignores values that do not parse.
-fn accepted<N: std::str::FromStr>(object: &ClusterMesh) -> BTreeMap<String, Vec<N>> {
+fn accepted(object: &ClusterMesh) -> BTreeMap<String, Vec<IpNet>> {
     let rows = object.status.iter().flat_map(|status| &status.clusters);
     rows.map(|row| {
         let networks = row.accepted_networks.iter().filter_map(|text| text.parse().ok());

@@ -45,9 +45,10 @@ pub(crate) type StepChanges = BTreeMap<ClusterIdentity, MemberStepChanges>;
 /// What may have changed in the steps of one member.
 #[derive(Debug, Default)]
 pub(crate) struct MemberStepChanges {
-    /// Names of Peers whose plan or observation changed, or that may now be deleted, or no longer.
+    /// Names of Peers whose plan or observation changed, and of unplanned Peers if the controller may now delete them, or may no
+    /// longer do so.
     pub(crate) peers: BTreeSet<String>,
-    /// Objects of other kinds may now be deleted, or no longer.
+    /// The controller may now delete objects of other kinds that are not planned, or may no longer do so.
     pub(crate) has_other_kinds: bool,
 }
 
@@ -69,7 +70,7 @@ struct Last {
 }
 
 /// The data of one mesh that is needed, in addition to its last plan, to follow a change. A mesh whose changes cannot be followed
-/// has the reason instead. When a change is followed, only [`KeptTarget::unmatched`] is updated in this value.
+/// has the reason instead. When a change is followed, only [`KeptTarget::irregular`] is updated in this value.
 #[derive(Debug)]
 pub(super) struct Kept {
     /// By entry name.
@@ -302,7 +303,7 @@ impl Kept {
             ),
             (
                 targets.values().any(|target| target.is_entangled),
-                "an existing Peer has no mesh label, or the key of a Peer that is planned with another name",
+                "an existing Peer lacks a mesh label, or has the key of a Peer that is planned with another name",
             ),
             (
                 // The existing Peers decide which node leads.
@@ -359,10 +360,10 @@ impl Kept {
         networks.map(|networks| &**networks).unwrap_or_default()
     }
 
-    /// The names of the existing Peers in this target that may not be planned.
+    /// Names of Peers in this target: at least those of all existing Peers that are not planned.
     fn unplanned(&self, target: &str) -> impl Iterator<Item = String> {
         let kept = self.targets.get(target).into_iter();
-        kept.flat_map(|kept| kept.unmatched.iter().chain(&kept.foreign).cloned())
+        kept.flat_map(|kept| kept.irregular.iter().chain(&kept.foreign).cloned())
     }
 
     /// Updates which of these Peers match no planned Peer.
@@ -379,9 +380,9 @@ impl Kept {
             let planned = plan.peers.get(name);
             match existing.and_then(|existing| existing.get(name)) {
                 Some(peer) if !planned.is_some_and(|planned| is_matched(peer, planned)) => {
-                    kept.unmatched.insert(name.clone());
+                    kept.irregular.insert(name.clone());
                 }
-                _ => drop(kept.unmatched.remove(name)),
+                _ => drop(kept.irregular.remove(name)),
             }
         }
     }

@@ -72,8 +72,8 @@ pub(super) struct PeerPlanner<'a, 'p> {
     unsettled: BTreeSet<String>,
     /// The name of each planned Peer whose name is not the readable one (`readable` in [`Self::add_named_peer`]): it is the
     /// name of an existing Peer, or it contains a hash because the readable name is taken. [`ExistingPeers::complete`] adds the
-    /// names of existing Peers that match no planned Peer. The result is [`super::target::KeptTarget::unmatched`].
-    unmatched: BTreeSet<String>,
+    /// names of existing Peers that match no planned Peer. The result is [`super::target::KeptTarget::irregular`].
+    irregular: BTreeSet<String>,
     /// The endpoints at which members other than the target see nodes.
     discovered_by_others: Discovered,
 }
@@ -136,7 +136,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             nodes_without_internal_ip: BTreeMap::new(),
             runs_kg,
             unsettled: BTreeSet::new(),
-            unmatched: BTreeSet::new(),
+            irregular: BTreeSet::new(),
             discovered_by_others: discovered::by_others(inputs.mesh_members, name),
         }
     }
@@ -371,7 +371,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         let kept = KeptTarget {
             unsettled: self.unsettled,
             foreign: self.existing.foreign.clone(),
-            unmatched: self.unmatched,
+            irregular: self.irregular,
             is_entangled: self.existing.has_unlabelled,
         };
         outcome.kept = self.existing.complete(kept, &outcome.plan.peers);

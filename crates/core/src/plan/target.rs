@@ -205,9 +205,9 @@ pub(super) struct KeptTarget {
     /// Names of existing Peers, except those in `foreign`, for which no planned Peer has the same name, source and key. Usually
     /// they were not deleted or updated yet. Also the name of a planned Peer if it differs from the name by the naming
     /// rule without a hash: the Peer keeps the name of an existing Peer, or the name without a hash is taken.
-    pub(super) unmatched: BTreeSet<String>,
+    pub(super) irregular: BTreeSet<String>,
     /// An existing Peer may affect a planned Peer of another name: a Peer of this hub has no mesh label, so a mesh may adopt it,
-    /// or an existing Peer in `unmatched` has the key of a planned Peer. Then no change is followed; the mesh is planned anew.
+    /// or an existing Peer in `irregular` has the key of a planned Peer. Then no change is followed; the mesh is planned anew.
     pub(super) is_entangled: bool,
 }
 

@@ -359,7 +359,8 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
     fn save_to_cache(&self, saved: SavedObjects, is_confirmed: bool) {
         let max_lag = self.deps.cache.max_lag;
         self.deps.cache.content.send_if_modified(|content| {
-            // If the API server no longer confirms unchanged objects, their confirmation time stays, so the cache expires.
+            // While the API server confirms nothing, unchanged objects keep their confirmation time, so that the cache expires.
+            // Changed objects were just received from the API server.
             let unchanged = content.saved.as_deref() == Some(&saved);
             (is_confirmed || !unchanged) && content.confirm(saved, UnixTime::of(SystemTime::now()), max_lag)
         });

@@ -7,6 +7,10 @@ use super::{AGENT_IMAGE, AGENT_PORT, binding, labels, namespace, role, service_a
 /// The ValidatingAdmissionPolicy for gateways. It is in a YAML file, because CEL expressions are unreadable as Rust strings.
 pub(super) const ADMISSION: &str = include_str!("gateway-admission.yaml");
 
+/// The comment after the SandboxGateways.
+pub(super) const NODE_PORT: &str = "# `spec.nodePort` of the SandboxGateways above is the hostPort of the gateway's container, not the \
+    nodePort of a Service.\n";
+
 const NAME: &str = "clustermesh-gateway";
 /// The namespace of the gateways. It contains nothing else, because it admits privileged pods, for the gateways' init container.
 const NAMESPACE: &str = "clustermesh-gateway";

@@ -51,7 +51,7 @@ impl<'p> Pair<'p, '_> {
             [false, true].map(|is_name_taken| self.new.naming.peer(id, self.source, row.name, is_name_taken))
         });
         let target = &self.follower.kept.targets[self.target];
-        if !target.unmatched.is_empty() {
+        if !target.irregular.is_empty() {
             return Err("an existing Peer has another name, source or key than the planned one");
         }
         // The existing Peers that can influence the Peers of the changed Nodes. Each of the others matches a planned Peer of

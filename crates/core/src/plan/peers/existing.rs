@@ -165,7 +165,7 @@ impl<'a> ExistingPeers<'a> {
         (index, kept)
     }
 
-    /// Adds the existing Peers that match no planned Peer to [`KeptTarget::unmatched`]. If one of them has the key of a planned
+    /// Adds the existing Peers that match no planned Peer to [`KeptTarget::irregular`]. If one of them has the key of a planned
     /// Peer, sets [`KeptTarget::is_entangled`].
     pub(super) fn complete(&self, mut kept: KeptTarget, planned: &BTreeMap<String, Arc<PlannedPeer>>) -> KeptTarget {
         let mut unmatched_keys = Vec::new();
@@ -175,7 +175,7 @@ impl<'a> ExistingPeers<'a> {
             let planned = planned_peers.peek().filter(|(planned, _)| *planned == name);
             let is_matched = planned.is_some_and(|(_, planned)| is_matched(peer, planned));
             if !is_matched && !kept.foreign.contains(name) {
-                kept.unmatched.insert(name.to_owned());
+                kept.irregular.insert(name.to_owned());
                 unmatched_keys.extend(peer.spec.as_ref().map(|spec| spec.public_key));
             }
         }

@@ -81,7 +81,7 @@ impl<'a> PeerPlanner<'a, '_> {
         let name = match kept {
             Some(kept) if kept == readable => kept.into_owned(),
             Some(kept) => {
-                self.unmatched.insert(kept.to_string());
+                self.irregular.insert(kept.to_string());
                 kept.into_owned()
             }
             None if is_free(&readable) => readable.into_owned(),
@@ -93,7 +93,7 @@ impl<'a> PeerPlanner<'a, '_> {
                 let further = (1u32..).map(|number| format!("{hashed}-{number}"));
                 let mut names = std::iter::once(hashed.clone()).chain(further);
                 let name = names.find(|name| is_free(name)).unwrap_or_default();
-                self.unmatched.insert(name.clone());
+                self.irregular.insert(name.clone());
                 name
             }
         };
