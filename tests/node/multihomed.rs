@@ -205,7 +205,7 @@ async fn pod(clusters: &TwoClusters, site: &Site) -> Pod {
 /// conntrack and marks treat the first packet of a connection differently from the following ones.
 async fn assert_pods_reach_each_other(clusters: &TwoClusters, [mgmt, tenant]: &[Pod; 2]) {
     for (from, to) in [(tenant, mgmt), (mgmt, tenant)] {
-        let what = format!("UDP echoes from {} to {}", to.address, from.address);
+        let what = format!("{} to get UDP echoes from {}", from.address, to.address);
         let echoes = async || echoes(from, (to.address, PORT).into()).map_err(|error| error.to_string());
         let began = Instant::now();
         if let Err(error) = wait_until(&what, TIMEOUT, echoes).await {

@@ -38,7 +38,8 @@ pub(crate) enum Fault {
     EntryRemoved(&'static str),
     Paused,
     /// A Peer loses the label with the name of its mesh. It is the Peer of a stable node, whose key does not change: if the key
-    /// changed while the label was missing, the controller would keep this Peer, and with it the node's addresses (design rule 2).
+    /// changed while the label was missing, the controller would keep this Peer, and its allowed IPs would be missing in the Peer
+    /// with the new key (design rule 2).
     LabelLost(&'static str),
     /// A Peer loses all labels, so that it counts as foreign.
     LabelsLost(&'static str),
@@ -214,6 +215,7 @@ impl Fault {
             Self::LabelLost(cluster) => {
                 let sources: Vec<&str> = CLUSTERS.into_iter().filter(|source| *source != cluster).collect();
                 let source = sources[random % sources.len()];
+                // Other bits of `random` than those that chose the source.
                 let n = 1 + random / 8 % usize::from(STABLE_NODES);
                 let peer = format!("{MESH}--{source}--{source}-{n}");
                 let patch = label_removal_patch(&[names::LABEL_MESH]);

@@ -1,5 +1,5 @@
 //! Reads from credentials when they expire. Signatures are not verified: a forged date only makes the status show a wrong date
-//! for the same token or certificate.
+//! for the forged token or certificate.
 
 use base64::{
     Engine,

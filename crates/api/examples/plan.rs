@@ -52,7 +52,7 @@ fn entry(cluster: usize) -> Cluster {
     let allowed = [
         format!("10.{}.0.0/14", cluster * 4),
         format!("100.{}.0.0/16", 64 + cluster),
-        // A Service network, which is anchored.
+        // A Service network. The planner anchors it, because no Node has an address in it.
         format!("10.{}.0.0/16", 128 + cluster),
     ];
     Cluster {

@@ -30,7 +30,7 @@ pub(crate) struct LiveClusters {
     /// Sorted by namespace and name.
     pub(crate) meshes: Vec<Mesh>,
     pub(crate) results: ReadResults,
-    /// The clients of the members. An unreadable member, or a member from files without a usable kubeconfig, has none.
+    /// The clients of the members. A member that cannot be read has none, nor has one that is read from files and has no usable kubeconfig.
     pub(crate) clients: BTreeMap<ClusterIdentity, Client>,
     /// Lines to print to stderr.
     pub(crate) notes: Vec<String>,

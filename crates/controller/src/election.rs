@@ -251,8 +251,8 @@ impl Election {
         self.state().hub_answers
     }
 
-    /// Whether the requests of earlier leaders, and those that this replica gave up, can create no object any more. If
-    /// so, a cluster without objects of a mesh cannot get one from such a request.
+    /// Whether the requests of earlier leaders, and those that this replica gave up, can create no object any more. Then a cluster
+    /// in which a mesh has no object stays without objects of this mesh.
     pub(crate) fn has_ended_earlier_writes(&self) -> bool {
         let state = self.state();
         let is_over = |since: Instant| since.elapsed() > LATE_WRITES_FOR;
@@ -375,8 +375,8 @@ impl Election {
 
     /// Reads the Lease into `seen`.
     async fn read<'a>(&self, seen: &'a mut Option<Seen>) -> Result<&'a Seen, Error> {
-        // If the request fails, `seen` stays empty, so the wait for the expiry of the Lease starts anew. Reason: while the hub
-        // does not answer, the leader cannot renew the Lease.
+        // If the request fails, `seen` stays empty, so the wait for the expiry of the Lease starts anew with the next answer. That
+        // the Lease did not change meanwhile does not show that the leader is gone: it could not renew the Lease either.
         let last = seen.take();
         let read = within(REQUEST_TIMEOUT, self.leases.get_opt(LEASE));
         let lease = self.latency.measure(read).await?;
@@ -470,6 +470,7 @@ fn time_until_free(current: &Seen, last_holder: Option<&String>) -> Duration {
     let is_free = match lease {
         // A Lease that was deleted by hand may still have a leader.
         None => last_holder.is_none(),
+        // If another replica released the Lease, the last known holder may still write.
         Some(lease) => released_by(lease).is_some_and(|by| last_holder.is_none_or(|last| last == by)),
     };
     if is_free {

@@ -129,7 +129,7 @@ pub fn diff_if_resumed(plan: &Plan, identity: &ClusterIdentity, member: &Member)
     )
 }
 
-/// Updates the steps of [`diff`] for a member in which no other steps may have changed than `changes` says.
+/// Updates the steps of [`diff`] for a member. Computes only those again that `changes` names; the others stay the same.
 pub(crate) fn update_steps(
     steps: &mut Vec<Arc<Step>>,
     plan: &Plan,

@@ -13,8 +13,8 @@ const HEAD: &str = "\
 # Versions that work together
 
 These versions are compiled into the controller and wg-agent. The condition `VersionsCompatible` of a ClusterMesh compares \
-them with what the members report: it is False only if something is known not to work, and its reason and message warn of other versions \
-([reasons](operations/troubleshooting.md#versionscompatible)). [Upgrade](operations/upgrade.md#updating) says in which order to update.
+them with what the members report. It is False only if something is known not to work. Its reason and message also warn of versions \
+that were not tested together ([reasons](operations/troubleshooting.md#versionscompatible)). [Upgrade](operations/upgrade.md#updating) says in which order to update.
 
 | program | oldest that works | known not to work | tested with | other versions |
 |---|---|---|---|---|

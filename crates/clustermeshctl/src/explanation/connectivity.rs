@@ -66,6 +66,7 @@ impl<'q> Query<'q> {
         }
         match self.destination_member.link_from(&self.source_member) {
             Err(not_connected) => return Some(self.explain_not_connected(&not_connected)),
+            // `Grantor` is the role of the source, so the destination is a sandbox.
             Ok(Link::Grantor) => {
                 return deny(
                     Rule::TowardSandbox,

@@ -1,7 +1,8 @@
 //! Chooses the duration of the leader's Lease by the time that the hub takes to answer.
 //!
-//! The leader sends a renewal only after the previous one is answered. So the right to write must last longer than two requests
-//! take. Otherwise it lapses between renewals. A longer Lease delays the next leader, so it is used only while the hub is slow.
+//! The right to write begins when a renewal is sent, and the next renewal is sent only after this one is answered. So the right must
+//! last longer than two requests take. Otherwise it lapses before the second one is answered. A longer Lease delays the next
+//! leader, so it is used only while the hub is slow.
 
 use std::{
     sync::atomic::{AtomicBool, Ordering},

@@ -330,7 +330,7 @@ fn watch_reports_changes_of_own_state_and_ignores_foreign() {
             ("ip route del 10.101.0.0/24 table 5182 metric 20", RoutingEvent::Ours),
             ("ip rule del pref 1001", RoutingEvent::Ours),
             ("ip -6 rule del pref 1000", RoutingEvent::Ours),
-            // A foreign rule before the agent's rules: the agent must move its own before it.
+            // A rule of another program that matches most packets and comes before the agent's rules, so the agent must move its rules.
             ("ip rule add pref 998 not fwmark 7 lookup 7", RoutingEvent::Ours),
             ("ip addr del 100.66.9.1/32 dev kilo0", RoutingEvent::Ours),
             (

@@ -101,7 +101,7 @@ impl Demo<'_> {
         let same = |(old, new): (&[String; 3], &[String; 3])| old[..2] == new[..2] && old[2] != new[2];
         let outcome = if before.len() == after.len() && before.iter().zip(&after).all(same) {
             Ok(format!(
-                "{} Peers have their UIDs, and the label of the new hub",
+                "{} Peers kept their UIDs, and have the label of the new hub",
                 after.len()
             ))
         } else {

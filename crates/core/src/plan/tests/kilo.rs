@@ -277,7 +277,7 @@ fn anchor_moves_from_a_silent_to_an_active_node() {
     assert_eq!(
         carrier(&seen),
         Some(first),
-        "kg checks in for no node, so the anchor in the existing Peers stays"
+        "kg checks in for no node, so the anchor stays as in the existing Peers, which were not updated"
     );
 }
 

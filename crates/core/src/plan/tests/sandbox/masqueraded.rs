@@ -1,4 +1,4 @@
-//! Tests Services of a masqueraded member in a cluster-meshed one, which reaches them through gateways as a sandbox does.
+//! Tests grants of a masqueraded member's Services to a routed member, which reaches them through gateways as a sandbox does.
 
 use super::*;
 
