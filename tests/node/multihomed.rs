@@ -21,7 +21,7 @@ const PORT: u16 = 9000;
 /// Runs a shell script. Its background processes are killed with it.
 const IN_OWN_PIDS: [&str; 6] = ["unshare", "--pid", "--fork", "--kill-child", "sh", "-ec"];
 
-/// The node accepts only replies from its networks.
+/// Drops new connections from the node's networks, so the node gets only replies from there.
 const DIAL_OUT: &str = "nft 'table inet dial_out {
     chain received { type filter hook input priority 0; iifname { \"eth*\", \"vc*\" } ct state new counter drop; }
 }'";

@@ -85,7 +85,7 @@ async fn row(env: &TestEnv) -> ClusterStatus {
     rows.into_iter().find(|row| row.name == MEMBER).unwrap()
 }
 
-async fn until_expiry(env: &TestEnv, want: Option<Timestamp>) {
+async fn until_reported_expiry(env: &TestEnv, want: Option<Timestamp>) {
     wait_until(format!("credentialsExpire {want:?}"), LATER, async || {
         let expires = row(env).await.credentials_expire.map(|time| time.0);
         if expires == want {
@@ -111,7 +111,7 @@ async fn credentials_that_expire_are_reported_until_renewed() {
     let flags = operator::flags(&env, &["mgmt"]);
     let (first, expires) = token(&env).await;
     write_credentials(&env, &format!("    token: {first}\n")).await;
-    until_expiry(&env, Some(expires)).await;
+    until_reported_expiry(&env, Some(expires)).await;
     // A token for a day counts as expiring only in its last tenth, and this one is new.
     env.until_condition("Degraded", "False/AllServed", SOON).await;
 
@@ -120,7 +120,7 @@ async fn credentials_that_expire_are_reported_until_renewed() {
     write_credentials(&env, &certificate(&env, soon)).await;
     env.until_condition("Degraded", "True/CredentialsExpiring", LATER).await;
     env.until_condition("Ready", "True/Meshed", SOON).await;
-    until_expiry(&env, Some(time(soon))).await;
+    until_reported_expiry(&env, Some(time(soon))).await;
     let expiring = problem(&env, "CredentialsExpiring").await;
     let date = time(soon).to_string();
     let message = format!(
@@ -146,7 +146,7 @@ async fn credentials_that_expire_are_reported_until_renewed() {
     // This certificate expires in 20 s. Only the clock changes between the reports CredentialsExpiring and CredentialsExpired.
     let soon = now() + 20;
     write_credentials(&env, &certificate(&env, soon)).await;
-    until_expiry(&env, Some(time(soon))).await;
+    until_reported_expiry(&env, Some(time(soon))).await;
     wait_until("the certificate to count as expired", LATER, async || {
         let problems = env.get_mesh().await.unwrap().status.unwrap().problems;
         let reasons: Vec<String> = problems.into_iter().map(|problem| problem.reason).collect();
@@ -168,7 +168,7 @@ async fn credentials_that_expire_are_reported_until_renewed() {
 
     let (renewed, expires) = token(&env).await;
     write_credentials(&env, &format!("    token: {renewed}\n")).await;
-    until_expiry(&env, Some(expires)).await;
+    until_reported_expiry(&env, Some(expires)).await;
     env.until_condition("Ready", "True/Meshed", LATER).await;
     env.until_condition("Degraded", "False/AllServed", LATER).await;
     let events = env.hub().kubectl(EVENTS).await.unwrap().stdout;
@@ -196,7 +196,7 @@ async fn hostile_expiry_breaks_no_status_and_reveals_no_token() {
     ] {
         tokens.push(jwt(claims));
         write_credentials(&env, &format!("    token: {}\n", tokens[tokens.len() - 1])).await;
-        until_expiry(&env, expires.map(time)).await;
+        until_reported_expiry(&env, expires.map(time)).await;
     }
     env.until_condition("Ready", "False/MemberStale", LATER).await;
     let status = serde_json::to_string(&env.get_mesh().await.unwrap().status).unwrap();

@@ -215,7 +215,7 @@ impl Fault {
             Self::LabelLost(cluster) => {
                 let sources: Vec<&str> = CLUSTERS.into_iter().filter(|source| *source != cluster).collect();
                 let source = sources[random % sources.len()];
-                // Other bits of `random` than those that chose the source.
+                // The division by 8 makes the choice of the node independent of the choice of the source.
                 let n = 1 + random / 8 % usize::from(STABLE_NODES);
                 let peer = format!("{MESH}--{source}--{source}-{n}");
                 let patch = label_removal_patch(&[names::LABEL_MESH]);

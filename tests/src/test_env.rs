@@ -272,9 +272,9 @@ impl TestEnv {
         self.command_with_kubeconfig(&self.kubeconfig(hub).await, replica, port, hub_namespace)
     }
 
-    fn command_with_kubeconfig(&self, hub: &str, replica: &str, port: u16, hub_namespace: &str) -> Vec<String> {
+    fn command_with_kubeconfig(&self, kubeconfig: &str, replica: &str, port: u16, hub_namespace: &str) -> Vec<String> {
         let file = self.lab.directory().join(format!("{replica}.kubeconfig"));
-        std::fs::write(&file, hub).unwrap();
+        std::fs::write(&file, kubeconfig).unwrap();
         let words = [
             "env",
             "RUST_LOG=info,clustermesh_controller=debug",

@@ -20,8 +20,8 @@
 //! packet. So with keepalives every 25 s the next handshake begins after 205 s at the latest, and three attempts, 5 s apart
 //! (Rekey-Timeout), end at 220 s.
 //!
-//! A peer that receives data replies within 10 s, at least with a keepalive (Keepalive-Timeout), and replies to an initiation at once.
-//! So a peer that replies to neither is found to be down long before its session expires. A keepalive needs no reply: if only
+//! A peer replies to data within 10 s, at least with a keepalive (Keepalive-Timeout), and to an initiation at once. So a peer
+//! that replies to neither is found to be down long before its session expires. A keepalive needs no reply: if only
 //! keepalives are sent, a missing reply proves nothing until the handshake that they trigger fails.
 
 use std::time::Duration;

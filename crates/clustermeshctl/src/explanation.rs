@@ -72,8 +72,8 @@ pub(crate) enum Rule {
     TowardSandbox,
     /// The sandbox has no grant for the destination's member.
     NoGrantForMember,
-    /// The sandbox has a grant for the destination's member, but not for this address and port; or the destination is a mirrored
-    /// Service without endpoints, for a source of any profile.
+    /// The source is a sandbox that has a grant for the destination's member, but not for this address and port. Or the
+    /// destination is a mirrored Service without endpoints; then the source can have any profile.
     DestinationNotGranted,
     Quarantined,
     NoGateway,

@@ -30,7 +30,8 @@ pub(crate) struct LiveClusters {
     /// Sorted by namespace and name.
     pub(crate) meshes: Vec<Mesh>,
     pub(crate) results: ReadResults,
-    /// The clients of the members. A member that cannot be read has none, nor has one that is read from files and has no usable kubeconfig.
+    /// The clients of the members. A member has no client if it cannot be read, or if it is read from files and has no usable
+    /// kubeconfig.
     pub(crate) clients: BTreeMap<ClusterIdentity, Client>,
     /// Lines to print to stderr.
     pub(crate) notes: Vec<String>,

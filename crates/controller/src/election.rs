@@ -375,8 +375,8 @@ impl Election {
 
     /// Reads the Lease into `seen`.
     async fn read<'a>(&self, seen: &'a mut Option<Seen>) -> Result<&'a Seen, Error> {
-        // If the request fails, `seen` stays empty, so the wait for the expiry of the Lease starts anew with the next answer. That
-        // the Lease did not change meanwhile does not show that the leader is gone: it could not renew the Lease either.
+        // If the request fails, `seen` stays empty, so the wait for the expiry of the Lease starts anew with the next answer. An
+        // unchanged Lease does not prove that the leader is gone: perhaps the leader's requests failed meanwhile, too.
         let last = seen.take();
         let read = within(REQUEST_TIMEOUT, self.leases.get_opt(LEASE));
         let lease = self.latency.measure(read).await?;

@@ -253,7 +253,7 @@ impl<V: Clone + PartialEq> Feed<V> {
                     table.answer = Some(Answer::Forbidden);
                 }
                 drop(table);
-                // The refusal lasts longer now ([`Self::denied_for`]).
+                // Wakes the reader of [`Self::denied_for`], which waits until that duration reaches a limit.
                 self.changed.notify_one();
             }
             return false;

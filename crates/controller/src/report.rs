@@ -195,7 +195,7 @@ pub(crate) fn build_report(input: &ReportInput<'_>) -> Report {
                 input.outstanding,
             );
             // `causes` lists the causes of Degraded before those of EgressResolved. Credentials come last among the causes of
-            // Degraded, because they may only expire soon, while the other causes are already faults.
+            // Degraded, because they may still be valid, while the other causes are already faults.
             let end = causes.iter().position(|cause| cause.kind == "EgressResolved");
             let end = end.unwrap_or(causes.len());
             causes.splice(end..end, expiring(input));

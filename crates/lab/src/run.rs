@@ -47,8 +47,8 @@ impl Run {
         static STARTED: AtomicU32 = AtomicU32::new(0);
         let count = STARTED.fetch_add(1, Ordering::Relaxed);
         let id = format!("{:x}-{}-{count}", now_millis() & 0xff_ffff_ffff, std::process::id());
-        // `sweep` removes a directory without a held lock at once, unless its name starts with a dot. So the directory gets
-        // its final name when its lock is held.
+        // If no process holds a lock in a directory, `sweep` removes the directory at once, unless its name starts with a dot. So
+        // this directory gets its final name only when its lock is held.
         let hidden = Path::new(ROOT).join(format!(".{id}"));
         std::fs::create_dir_all(hidden.join("log")).map_err(Error::io(format!("create {}", hidden.display())))?;
         let lock = std::fs::File::create(hidden.join(OWNER_LOCK)).map_err(Error::io("create the owner's lock"))?;

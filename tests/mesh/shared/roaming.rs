@@ -170,7 +170,8 @@ impl<'a> Roaming<'a> {
             "packets on the anchor"
         );
 
-        // A positive control: without the Pod, packets to its address go to the anchor, as to every address of the pool.
+        // A positive control: without the Pod, packets to its address go to the anchor, as to every
+        // address of the shared pod network that no exported pod has.
         let capture = anchor_node
             .capture_on_all_links("roaming-anchor", &filter)
             .await

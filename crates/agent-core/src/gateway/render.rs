@@ -185,7 +185,8 @@ impl Piece {
 const BATCH: usize = 100;
 
 /// Elements that are not written yet, by set. All belong to one set, or to the two sets of one kind, such as `hosts4` and
-/// `hosts6`. Pieces of both families alternate, so statements for one set at a time would have few elements.
+/// `hosts6`. The pieces of the two families alternate: if only one set were collected at a time, each statement would have
+/// few elements.
 #[derive(Default)]
 struct Elements(Vec<(&'static str, Vec<String>)>);
 

@@ -21,7 +21,7 @@ fn draw(meshes: impl IntoIterator<Item = Value>, name: &str) -> (String, String)
 #[test]
 fn links_are_drawn_by_state() {
     let mut mesh = broken();
-    // A member that no profile connects, one in quarantine, a sandbox with a grant in the hub, and a member without nodes.
+    // A member with the profile standard, one in quarantine, a sandbox with a grant in the hub, and a member without nodes.
     for (n, (name, profile)) in (100..).zip([
         ("parked", "standard"),
         ("closed", "cluster-meshed"),

@@ -182,7 +182,7 @@ fn reported_links(node: &Node, prefix: &str) -> Option<BTreeMap<String, links::T
     Some(links.collect())
 }
 
-/// The steps that would make the objects of a mesh in a member as planned. Empty if the member was not read.
+/// The steps that would change the objects of a mesh in a member to what is planned. Empty if the member was not read.
 fn steps<'r>(result: &'r PlanResult, id: &MeshId, plan: &MeshPlan, entry: &str) -> Vec<&'r Step> {
     let mut steps = result.changes(id, plan, entry).unwrap_or_default();
     // Only the controller resolves host names of endpoints. Here, a Peer of a node with such an endpoint may appear to differ. So

@@ -19,7 +19,8 @@ const LEASE: &str = "clustermesh-controller";
 /// A Lease whose renewal is older than this, by this machine's clock, is read again. The leader renews it every second.
 const OLD_RENEWAL: Duration = Duration::from_secs(10);
 
-/// The time between the two reads. The controller renews its Lease at least this often, or another replica takes it.
+/// The time between the two reads. Except while the hub is slow, the leader renews the Lease within this time, or another replica
+/// takes it.
 const SECOND_READ: Duration = Duration::from_secs(4);
 
 /// What the hub contained at one time.

@@ -20,8 +20,8 @@ const SLOW_DURATION: Duration = Duration::from_secs(20);
 const SLOW: Duration = Duration::from_secs(1);
 const FAST: Duration = Duration::from_millis(500);
 
-/// The leader may write for this long after it has sent the last successful renewal of a Lease with this duration. This is shorter than the
-/// duration, so that the leader's last requests end before another replica takes the Lease.
+/// For how long the leader may write after it has sent a successful renewal of a Lease of `duration`. The result is shorter than
+/// `duration`, so that the leader's last requests end before another replica takes the Lease.
 pub(super) fn validity(duration: Duration) -> Duration {
     duration * 3 / 4
 }

@@ -41,7 +41,7 @@ pub(super) enum Answer {
     Listed,
     /// The kind does not exist (404).
     Absent,
-    /// The kind may not be read (403): it was refused for [`super::FORBIDDEN_AFTER`], and not listed before.
+    /// It refused to list the kind (403) for [`super::FORBIDDEN_AFTER`], and its answer before was not [`Self::Listed`].
     Forbidden,
 }
 

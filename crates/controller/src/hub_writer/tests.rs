@@ -255,7 +255,7 @@ async fn refused_write_is_a_remark_of_readyz() {
     sleep_seconds(1).await;
     let refused = "status: the hub refuses the status of a ClusterMesh (403): apply deploy/controller.yaml";
     assert_eq!(hub.readiness.remarks(), [refused]);
-    // Its Events are published although the status is not written.
+    // The Events of the ClusterMesh are published although its status is not written.
     assert!(
         hub.requests().contains(&"events Meshed".to_owned()),
         "{:?}",

@@ -93,7 +93,7 @@ fn load_mesh(object: Arc<ClusterMesh>, hub: &Hub, last_valid: &mut LastValidMesh
     };
     let mut mesh = last_valid_mesh(&object, last_valid);
     // A refused mesh in deletion is not reduced, because `unlocatable` is computed below from the accepted networks, and
-    // reducing would remove those of entries that are missing in `mesh`.
+    // `reduce_to_allowed` would remove the accepted networks of entries that are missing in `mesh`.
     if !deleting {
         hub.namespaces.reduce_to_allowed(&mut mesh);
     }

@@ -136,7 +136,8 @@ impl MemberFeeds {
             let node = parse::<core_v1::Node>(o)?;
             let name = node.metadata.name.as_deref().unwrap_or_default();
             let mut check_ins = check_ins_of_feed.lock().unwrap_or_else(PoisonError::into_inner);
-            // The row does not contain the check-in, so a check-in wakes the loop only here: when a silent node is silent no more.
+            // The row does not contain the check-in, so the feed does not wake the loop for it. If the node was silent, it no
+            // longer is, so the loop is woken here.
             if check_ins.record(name, convert::node::last_seen(&node), Instant::now()) {
                 changed.notify_one();
             }
@@ -480,8 +481,8 @@ fn optional_trust<V: Clone + PartialEq>(feed: &Feed<V>) -> Trust {
     }
 }
 
-/// Whether a kind exists and is not forbidden. Both are answers of the API server: while it does not answer, they stay the same. A kind that
-/// was read once never becomes forbidden ([`Feed::is_forbidden`]).
+/// Whether a kind exists and is not forbidden, according to the last answer of the API server. A kind that was listed once never
+/// becomes forbidden ([`Feed::is_forbidden`]).
 fn is_readable<V: Clone + PartialEq>(feed: &Feed<V>) -> bool {
     !feed.is_absent() && !feed.is_forbidden()
 }

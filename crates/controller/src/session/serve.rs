@@ -134,8 +134,8 @@ async fn update_version_and_uid(shared: &Shared, client: &Client, version: Strin
     let version = truncate(&api_error::sanitize(&version), 64);
     let mut uid = shared.connection().uid.clone();
     if !*has_uid {
-        // If the ServiceAccount may not read kube-system, the UID stays unknown. Then no objects are deleted that may belong to a mesh
-        // with another Secret for this cluster (`reconcile::planning::may_have_other_secret`).
+        // If the ServiceAccount may not read kube-system, the UID stays unknown. Then an object is kept if its mesh may reference
+        // this cluster by another Secret (`reconcile::planning::may_have_other_secret`).
         let namespaces: Api<Namespace> = Api::all(client.clone());
         let answer = with_timeout(namespaces.get("kube-system")).await;
         *has_uid = answer.is_ok();

@@ -449,8 +449,8 @@ fn is_trusted(mesh_member: &target::MeshMember<'_>) -> bool {
 
 /// Guesses whether an entry was routed before a change of its networks that is now refused. An entry with a shared pod network
 /// was routed. Another entry was routed if its former networks, which it keeps, contain a podCIDR of the oldest Node that has a
-/// podCIDR. Newer Nodes are ignored: a Node that joins must not change the guess. If a masqueraded entry were planned as routed,
-/// its Nodes would lose their Peers.
+/// podCIDR. Newer Nodes are ignored: a Node that joins must not change the guess. The guess is needed, because the Nodes of a
+/// masqueraded entry would lose their Peers if the entry were planned as routed.
 fn was_routed(cluster: &Cluster, member: &Member) -> bool {
     let with_pods = member
         .nodes

@@ -111,9 +111,9 @@ impl<'a> MeshMember<'a> {
             .collect()
     }
 
-    /// The member's own networks in the mesh: `cluster.allowed` of a routed member or a sandbox, [`Self::wireguard_networks`] of another
-    /// masqueraded member. The networks of a sandbox do not depend on its Nodes: otherwise thousands of Nodes would put thousands of
-    /// networks into a policy, and each added or deleted Node would change the policy.
+    /// The member's own networks in the mesh: `cluster.allowed` of a routed member or a sandbox, [`Self::wireguard_networks`] of
+    /// a masqueraded member that is no sandbox. The networks of a sandbox do not depend on its Nodes: otherwise thousands of
+    /// Nodes would put thousands of networks into a policy, and each added or deleted Node would change the policy.
     pub(super) fn networks(&self) -> BTreeSet<IpNet> {
         let cluster = &self.cluster;
         if cluster.effective_addressing() == Addressing::Routed || cluster.profile == Profile::Sandbox {
@@ -203,8 +203,8 @@ pub(super) struct KeptTarget {
     /// Names of existing Peers that do not belong to the mesh, or have no valid spec.
     pub(super) foreign: BTreeSet<String>,
     /// Names of existing Peers, except those in `foreign`, for which no planned Peer has the same name, source and key. Usually
-    /// they were not deleted or updated yet. Also the name of a planned Peer if it differs from the name by the naming
-    /// rule without a hash: the Peer keeps the name of an existing Peer, or the name without a hash is taken.
+    /// they were not deleted or updated yet. Also the names of planned Peers that are not the ones that the naming rule gives
+    /// without a hash: such a Peer keeps the name of an existing Peer, or the name without a hash is taken.
     pub(super) irregular: BTreeSet<String>,
     /// An existing Peer may affect a planned Peer of another name: a Peer of this hub has no mesh label, so a mesh may adopt it,
     /// or an existing Peer in `irregular` has the key of a planned Peer. Then no change is followed; the mesh is planned anew.

@@ -82,8 +82,8 @@ fn mount_cgroups(cgroups: &Cgroups, target: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The sysctls that kubelet sets if they differ from the values here. They have no namespace, so kubelet would change the
-/// host's, and it exits if it cannot. So [`sysctls`] bind-mounts files with these values over them.
+/// The sysctls that kubelet sets if they differ from the values here. They have no namespace, so kubelet would change the host's
+/// values, or exit if it cannot write them. So [`sysctls`] bind-mounts files with these values over them.
 const GLOBAL_SYSCTLS: [(&str, &str); 6] = [
     ("vm/overcommit_memory", "1"),
     ("vm/panic_on_oom", "0"),

@@ -40,8 +40,8 @@ impl LabPlan {
             if cluster.pod_network != PodNetwork::HostGateway && cluster.v6.is_some() {
                 return Err(Error::Other(format!("{name}: the lab's VXLANs carry IPv4 only")));
             }
-            // The node `api_node` forwards connections to the API server, so it must exist and be on the underlay. In a cluster
-            // without controllers there are no pods that could use it.
+            // The node `api_node` forwards connections to the API server, so it must exist and be on the underlay. A cluster
+            // without controllers has no pods, so nothing would use `api_node`.
             let is_on_underlay =
                 |n: &u8| (1..=cluster.nodes).contains(n) && cluster.node(*n).uplink == Uplink::Underlay;
             let is_in_pods = matches!(cluster.node_network, NodeNetwork::Pods { .. });
@@ -53,7 +53,7 @@ impl LabPlan {
                     "{name}: its API server cannot have the address of node {n}, which is not on the underlay"
                 )));
             }
-            // The lab cannot give flannel's nodes routes to workers in pods, and changes the MTU of its own VXLAN only.
+            // On nodes with flannel, the lab cannot add routes to workers in pods, and cannot change the MTU of flannel's VXLAN.
             if cluster.pod_network == PodNetwork::Flannel && (is_in_pods || self.has_workers_in_pods_of(name)) {
                 return Err(Error::Other(format!(
                     "{name}: nodes in pods need the lab's own pod network"

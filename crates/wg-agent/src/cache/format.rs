@@ -39,7 +39,8 @@ pub(super) enum Unusable {
     Exposed(String),
 }
 
-/// The first line. Other versions may lack the fields with a default; the error is then still [`Unusable::Version`].
+/// The first line. A header of another version may lack `node` and `sha256`. With their defaults it still parses, so the error is
+/// [`Unusable::Version`].
 #[derive(Serialize, Deserialize)]
 struct Head {
     format: String,

@@ -124,8 +124,8 @@ impl Gateway {
         let compiled = compile(&inputs);
         // Objects are not applied while the SandboxAccesses are not listed. A new pod gets a closed table before it has a device.
         // In a restarted container the table and peers of the previous container exist. They stay until two conditions hold:
-        // - The snapshot is complete: each namespace with a granted Service is listed or fails. Otherwise the new table would
-        //   lack the endpoints of a namespace that is not listed yet, and interrupt their connections.
+        // - The snapshot is complete: each namespace with a granted Service is listed or its list failed. Otherwise the new table
+        //   would lack the endpoints of a namespace that is not listed yet, and interrupt their connections.
         // - The API server has answered. Before its first answer a new table is closed (`TableManager::open_until`), and would
         //   interrupt all connections.
         let may_apply = snapshot.are_accesses_listed()

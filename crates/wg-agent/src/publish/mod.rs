@@ -203,7 +203,8 @@ pub async fn run(
                         tracing::warn!(%error, "cannot write this Node's annotations; trying again");
                         last_error = error;
                     }
-                    // The status waits for the next turn: all agents fail at the same time if the API server does.
+                    // If the API server fails, the writes of all agents fail at the same time. So the status waits for this
+                    // node's next turn.
                     history.status_due = None;
                     next_check = backoff.next();
                 }

@@ -18,7 +18,8 @@ use clustermesh_core::key::PublicKey;
 #[derive(Default)]
 pub(super) struct TunnelDevice {
     pub(super) open: Option<OpenDevice>,
-    /// At the last attempt to open the device, another program owned the interface of the device's name or used the listen port.
+    /// At the last attempt to open the device, another program owned the interface with the device's name, or used the listen
+    /// port.
     pub(super) is_occupied: bool,
     /// An event about the agent's routing or the device arrived, or events may have been lost, so the device may have been deleted.
     pub(super) needs_check: bool,

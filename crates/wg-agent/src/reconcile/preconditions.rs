@@ -70,8 +70,8 @@ pub(super) struct KgWatch {
     last_alive: Option<SystemTime>,
     /// This agent has removed its state because kg serves the node.
     pub(super) is_withdrawn: bool,
-    /// The firewall table has to be removed, because an agent in full mode wrote it. Routes and policy routing rules are the proof that
-    /// such an agent ran here, so this agent sets the field before it removes them.
+    /// The firewall table has to be removed, because an agent in full mode wrote it. Routes and policy routing rules prove that such
+    /// an agent ran here, so this agent sets the field before it removes those routes and rules.
     pub(super) must_remove_table: bool,
 }
 

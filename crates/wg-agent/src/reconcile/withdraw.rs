@@ -29,8 +29,9 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         };
         let Kernel { routing, firewall, .. } = &mut self.deps.kernel;
         let observed = routing.observe().await.map_err(|error| trouble(error.to_string()))?;
-        // If there are no routes and rules, and this process does not know the table, an agent in policy mode may have written the table.
-        // Then the table stays, because such an agent may start again.
+        // An agent in policy mode writes a table, but no routes and rules. So if there are no routes and rules, and this process
+        // neither wrote nor recognized the table, it may be the table of such an agent. Then the table stays, because that agent
+        // may start again.
         let knows_table = firewall.knows_table();
         self.kg.must_remove_table |= !observed.routes.is_empty() || !observed.rules.is_empty() || knows_table;
         // kg already uses the interface's addresses, so only they stay.

@@ -13,8 +13,8 @@ use clustermesh_netlink::{Protocol, Socket, link};
 use netlink_packet_core::DefaultNla;
 use netlink_packet_route::link::{AfSpecUnspec, LinkAttribute};
 
-/// A setting that is still wrong: the agent does not write it ([`Sysctl::write`]), the write failed, or the greater value of
-/// `conf/all` is in force after the write.
+/// A setting that is still wrong: the agent does not write it ([`Sysctl::write`] is false), the write failed, or the greater
+/// value of `conf/all` is in force after the write.
 #[derive(Debug, thiserror::Error)]
 #[error("{} {}: {}; {}", .sysctl.name, .found, .sysctl.why, remedy(.sysctl, .error.as_ref()))]
 pub struct WrongSetting {
@@ -46,7 +46,7 @@ pub async fn ensure(wanted: &[Sysctl]) -> Vec<WrongSetting> {
     converge(wanted).await.wrong
 }
 
-/// Checks every setting in the caller's network namespace, and writes the wrong ones with [`Sysctl::write`]. The
+/// Checks every setting in the caller's network namespace, and writes those wrong ones whose [`Sysctl::write`] is true. The
 /// agent can run with a wrong setting; `Sysctl::why` names what does not work then.
 pub async fn converge(wanted: &[Sysctl]) -> Outcome {
     let Outcome { mut written, mut wrong } = Outcome::default();

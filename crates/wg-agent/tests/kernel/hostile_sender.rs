@@ -33,7 +33,7 @@ fn inputs_with_one_open_address(mesh: &Mesh) -> Inputs {
 fn accepted_source_route_reaches_no_closed_address() {
     let mesh = Mesh::new(&V4);
     apply(&mesh.hub, &inputs_with_one_open_address(&mesh));
-    // Also in the pods: their network namespaces inherit the node's sysctls.
+    // The sysctl is set in the pods, too, because on a real node the pods' network namespaces inherit it.
     for ns in [&mesh.hub, &mesh.hub2, &mesh.hub_pod, &mesh.hub2_pod] {
         ns.set_sysctl("net/ipv4/conf/all/accept_source_route", "1");
     }

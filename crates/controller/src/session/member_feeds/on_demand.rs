@@ -44,10 +44,11 @@ impl<V: Clone + PartialEq> OnDemandFeed<V> {
     /// The reason why the feed was not listed yet, or why the ServiceAccount may not read it now.
     pub(super) fn rows(&self) -> Result<BTreeMap<ObjectName, V>, String> {
         match self.feed.trust() {
-            // Rows that were read before the refusal may be outdated, and would count as fresh, because for [`Self::trust`] a refused
-            // namespace counts as absent.
+            // Rows that were read before the refusal may be outdated. They would count as fresh, because [`Self::trust`] reports
+            // a refused namespace as `Absent`, which does not make the member stale.
             Trust::Denied(why) => Err(why),
-            // Also if the feed is broken: [`Self::trust`] reports `Broken`, so the rows count as stale.
+            // A broken feed that was listed before returns its rows, too. They count as stale, because [`Self::trust`] reports
+            // `Broken`.
             _ if self.feed.has_answer() => Ok(rows_by_object_name(&self.feed)),
             Trust::Broken(why) => Err(why),
             Trust::Pending | Trust::Live | Trust::Absent => Err("it is being read for the first time".to_owned()),

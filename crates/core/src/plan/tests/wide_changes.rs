@@ -104,7 +104,7 @@ fn address_of_quarantined_node_enters_closed_policy() {
 fn deleted_peers_release_a_duplicate_key() {
     let (mesh, mut seen) = three_clusters();
     set_key(&mut seen, &secret("third"), "z", key(7));
-    // `z` has the key in its Peers, so `x` does not get it.
+    // The existing Peers of `z` have the key, so the planner skips `x`.
     let mut followed = Followed::new(mesh, seen, |seen| set_key(seen, &secret("tenant"), "x", key(7)));
     followed.check(|seen| {
         remove_peer(seen, &HUB, "m--third--z");
