@@ -19,9 +19,9 @@ const LEASE: &str = "clustermesh-controller";
 /// A Lease whose renewal is older than this, by this machine's clock, is read again. The leader renews it every second.
 const OLD_RENEWAL: Duration = Duration::from_secs(10);
 
-/// The time between the two reads. Except while the hub is slow, the leader renews the Lease within this time, or another replica
-/// takes it.
-const SECOND_READ: Duration = Duration::from_secs(4);
+/// Limits of the time between the two reads.
+const MIN_WAIT: Duration = Duration::from_secs(4);
+const MAX_WAIT: Duration = Duration::from_secs(60);
 
 /// What the hub contained at one time.
 #[derive(Debug)]
@@ -102,7 +102,7 @@ impl<'a> HubReader<'a> {
     }
 
     /// Reads who holds the Lease. If the last renewal seems old, the clocks of this machine and of the controller may differ, so the Lease
-    /// is read twice: a leader that is alive has renewed it between the reads.
+    /// is read twice: within the duration in the Lease, the leader renews it, or another replica takes it.
     async fn read_leader(&self) -> Option<Leader> {
         let leases: Api<Lease> = Api::namespaced(self.client.clone(), &self.args.controller_namespace);
         let read = async || with_timeout(leases.get_opt(LEASE)).await.ok().flatten()?.spec;
@@ -124,7 +124,11 @@ impl<'a> HubReader<'a> {
                 is_alive,
             });
         }
-        tokio::time::sleep(SECOND_READ).await;
+        let seconds = first
+            .lease_duration_seconds
+            .and_then(|seconds| u64::try_from(seconds).ok());
+        let wait = Duration::from_secs(seconds.unwrap_or_default());
+        tokio::time::sleep(wait.clamp(MIN_WAIT, MAX_WAIT)).await;
         let second = read().await?;
         Some(Leader {
             is_alive: second.renew_time != first.renew_time,

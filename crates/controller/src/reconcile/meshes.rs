@@ -14,7 +14,6 @@ use clustermesh_api::{
     mesh::{ClusterEntry, ClusterMesh, KubeconfigSecretRef},
 };
 use clustermesh_core::mesh::{Addressing, Cluster, ClusterIdentity, Locations, Mesh, MeshId, ObjectName, PodNetwork};
-use ipnet::IpNet;
 
 use super::to_core;
 use crate::{feed::Feed, hub::Hub, hub_writer::has_finalizer};
@@ -198,8 +197,9 @@ pub(super) fn identity_of_secret(namespace: &str, secret: &KubeconfigSecretRef) 
     }
 }
 
-/// Reads `status.clusters[].acceptedNetworks`. Ignores values that do not parse.
-fn accepted(object: &ClusterMesh) -> BTreeMap<String, Vec<IpNet>> {
+/// Reads `status.clusters[].acceptedNetworks`. Ignores values that do not parse. `N` is the type of the networks in
+/// [`Mesh::accepted`]; this crate does not depend on the crate that defines it.
+fn accepted<N: std::str::FromStr>(object: &ClusterMesh) -> BTreeMap<String, Vec<N>> {
     let rows = object.status.iter().flat_map(|status| &status.clusters);
     rows.map(|row| {
         let networks = row.accepted_networks.iter().filter_map(|text| text.parse().ok());

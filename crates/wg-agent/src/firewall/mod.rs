@@ -47,7 +47,7 @@ impl Listing {
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The program could not be started.
-    #[error("cannot start {}: {source}; the nft program of nftables 1.0 or newer must be in the image or on the node", .program.display())]
+    #[error("cannot start {}: {source}; the nft program of nftables 1.0.6 or newer must be in the image or on the node", .program.display())]
     Start {
         /// The program.
         program: PathBuf,

@@ -297,7 +297,7 @@ fn missing_nft_is_reported_with_its_remedy() {
     let error = inside(&ns, async { Nft::new("/nonexistent/nft").observe().await.unwrap_err() });
     assert_eq!(
         error.to_string(),
-        "cannot start /nonexistent/nft: No such file or directory (os error 2); the nft program of nftables 1.0 or newer must be in the image or on the node"
+        "cannot start /nonexistent/nft: No such file or directory (os error 2); the nft program of nftables 1.0.6 or newer must be in the image or on the node"
     );
 }
 
