@@ -64,7 +64,7 @@ async fn member_that_is_down_delays_nothing_and_catches_up() {
     env.until_peers("tenant-b", &names, LATER).await;
     env.until_condition("Ready", "True/Meshed", LATER).await;
     status.assert_healthy().await;
-    status.errors_name_missing_crd_mesh_or_flag().await;
+    status.error_says_what_is_missing_or_which_flag_is_invalid().await;
     status.needs_only_the_documented_rights().await;
     status.names_controller_that_does_not_renew().await;
 

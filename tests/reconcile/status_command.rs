@@ -106,7 +106,7 @@ impl<'e> StatusCommand<'e> {
         .unwrap();
     }
 
-    pub(crate) async fn errors_name_missing_crd_mesh_or_flag(&self) {
+    pub(crate) async fn error_says_what_is_missing_or_which_flag_is_invalid(&self) {
         let not_a_hub = [self.flags[0].clone(), "--context=tenant-a".to_owned()];
         for (words, flags, why) in [
             (&["status"][..], &not_a_hub[..], "no CRD clustermeshes.kilo.squat.ai"),

@@ -30,8 +30,8 @@ pub struct PolicyMode {
 /// `inputs.peers` must contain only Peers of meshes. Packets from their allowed IPs are dropped if no PeerPolicy allows them. Allowed IPs
 /// that are `/0` or overlap this node's pod CIDRs are ignored, as are keys, endpoints and the MTU.
 ///
-/// `before` are earlier mesh networks. They stay mesh networks, because the table does not filter packets with sources outside the mesh
-/// networks, and the other program may keep the peer of a deleted Peer on the device.
+/// `before` are earlier mesh networks. They stay in the table's set of mesh networks, because the table does not filter packets with
+/// sources outside this set, and the other program may keep the peer of a deleted Peer on the device.
 #[must_use]
 pub fn compile_policy_mode(inputs: &Inputs, before: &BTreeSet<IpNet>) -> PolicyMode {
     let node = &inputs.node;

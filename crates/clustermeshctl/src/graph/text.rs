@@ -66,7 +66,7 @@ pub(super) fn describe_unreachable(graph: &Graph, member: &Member) -> Option<Str
     (!member.is_reachable).then(|| format!("API server not reachable{}", since.unwrap_or_default()))
 }
 
-/// The links of one member in one state: names, with details unless the links are up.
+/// The links of one member in one state: names, with details if the links are down or partly up.
 fn describe_links(graph: &Graph, at: usize, state: LinkState) -> Option<String> {
     let of_member = graph.links.iter().filter(|link| link.state == state);
     let others: Vec<String> = of_member

@@ -304,7 +304,7 @@ async fn retries_after_409_back_off_and_name_other_field_manager() {
 
 /// The writer must detect the reverts without a 409, because two clients that overwrite an object in turn never cause one.
 #[tokio::test(start_paused = true)]
-async fn writes_of_object_that_another_client_reverts_back_off() {
+async fn object_that_another_client_reverts_is_written_ever_less_often() {
     let mut fixture = Fixture::new(|method, path| match method {
         "GET" => (200, Some(existing_peer(path))),
         _ => (200, None),

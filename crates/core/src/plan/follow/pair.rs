@@ -54,8 +54,8 @@ impl<'p> Pair<'p, '_> {
         if !target.irregular.is_empty() {
             return Err("an existing Peer has another name, source or key than the planned one");
         }
-        // The existing Peers that can influence the Peers of the changed Nodes. Each of the others matches a planned Peer of
-        // another Node in name, source and key.
+        // The existing Peers that can influence the Peers of the changed Nodes. As no Peer is irregular, each other existing Peer
+        // matches the planned Peer of another Node in name, source and key.
         let relevant_peers: BTreeSet<String> = names.chain(target.foreign.iter().cloned()).collect();
         let keepalive = self.keepalive()?;
         let plan = |inputs: &'p MeshInputs<'p>| {
@@ -179,8 +179,8 @@ impl<'p> Pair<'p, '_> {
             return Ok(());
         }
         // If the existing Peer of a node has an anchored network, the node stays its anchor as long as it is usable and no usable
-        // node has a better rank. While a network has no such node (`KeptTarget::unsettled`), a change of any node's suitability
-        // can change the choice.
+        // node has a better rank. While no existing Peer of a suitable node has the network (`KeptTarget::unsettled`), a change of
+        // any node's suitability can change the choice.
         let has_unsettled_anchors = kept.targets[self.target].unsettled.contains(self.source);
         if is_anchor || has_unsettled_anchors {
             return Err("an anchor changed");

@@ -28,7 +28,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
     /// A node counts as behind a NAT in each of these cases:
     /// - It publishes a keepalive.
     /// - Other members see it at an address that it does not publish, and `kg` does not serve the target. If the source is the target
-    ///   itself, the other nodes of the target count like other members.
+    ///   itself (it connects its locations), it also counts if other nodes of the target see the node so.
     /// - It has only private addresses, and existing Peers of the source have a keepalive for NATs ([`Self::has_nat_keepalive`]).
     /// - It has addresses, but none that can be an endpoint in the source.
     pub(super) fn keepalive(&self, source: &MeshMember<'a>) -> u16 {
