@@ -200,7 +200,7 @@ impl<V: Clone + PartialEq> Feed<V> {
 
     /// Whether the API server has said which objects exist: it listed the kind completely, or the kind does not exist.
     pub(crate) fn has_answer(&self) -> bool {
-        matches!(self.lock().answer, Some(Answer::Listed | Answer::Absent))
+        self.lock().answer.is_some()
     }
 
     /// Whether the kind does not exist, according to the last answer. A failed request is no answer.
@@ -217,7 +217,11 @@ impl<V: Clone + PartialEq> Feed<V> {
     ///
     /// A kind that was listed before is not forbidden: its objects still exist although they cannot be read now.
     pub(crate) fn is_forbidden(&self) -> bool {
-        self.lock().answer == Some(Answer::Forbidden)
+        let table = self.lock();
+        !table.was_read
+            && table
+                .denied_since
+                .is_some_and(|since| since.elapsed() >= FORBIDDEN_AFTER)
     }
 
     /// Calls `with` on the map of all rows, under the lock.
@@ -248,10 +252,7 @@ impl<V: Clone + PartialEq> Feed<V> {
             _ => {}
         }
         if table.trust == trust {
-            if let Some(since) = table.denied_since {
-                if since.elapsed() >= FORBIDDEN_AFTER && table.answer != Some(Answer::Listed) {
-                    table.answer = Some(Answer::Forbidden);
-                }
+            if table.denied_since.is_some() {
                 drop(table);
                 // Wakes the reader of [`Self::denied_for`], which waits until that duration reaches a limit.
                 self.changed.notify_one();
@@ -280,6 +281,10 @@ impl<V: Clone + PartialEq> Feed<V> {
     pub(crate) fn read_again(&self) {
         let mut table = self.lock();
         self.required_list.send_modify(|number| *number += 1);
+        // The connection may reach another cluster, where the kind may exist.
+        if table.answer == Some(Answer::Absent) {
+            table.answer = Some(Answer::Listed);
+        }
         // Lists and events of any version may replace rows of our own writes.
         table.rows.values_mut().for_each(|row| row.written_at = None);
         if table.trust != Trust::Pending {
@@ -413,6 +418,7 @@ impl<V: Clone + PartialEq> Feed<V> {
                 .zip(&table.rows)
                 .all(|(a, b)| a.0 == b.0 && a.1.value == b.1.value);
         table.answer = Some(Answer::Listed);
+        table.was_read = true;
         table.denied_since = None;
         table.trust = trust;
         drop(table);

@@ -28,6 +28,8 @@ pub(super) struct Table<V> {
     pub(super) last_list: u64,
     /// What the API server last said about the kind. Failed requests do not change it.
     pub(super) answer: Option<Answer>,
+    /// The kind was listed completely at least once.
+    pub(super) was_read: bool,
     /// Since when the API server has refused to list or watch the kind (403).
     pub(super) denied_since: Option<tokio::time::Instant>,
     /// The charge for the memory of the rows. `None` for feeds of the hub, whose memory is not limited.
@@ -41,8 +43,6 @@ pub(super) enum Answer {
     Listed,
     /// The kind does not exist (404).
     Absent,
-    /// It refused to list the kind (403) for [`super::FORBIDDEN_AFTER`], and its answer before was not [`Self::Listed`].
-    Forbidden,
 }
 
 impl<V> Default for Table<V> {
@@ -54,6 +54,7 @@ impl<V> Default for Table<V> {
             trust: Trust::Pending,
             last_list: 0,
             answer: None,
+            was_read: false,
             denied_since: None,
             charge: None,
         }
