@@ -20,7 +20,7 @@ mod table;
 mod weight;
 
 pub(crate) use follow::{WatchedResource, follow};
-use table::{Answer, Table};
+use table::Table;
 
 /// Wakes the reconcile loop. A [`Notify`] stores one permit, so any number of changes during a pass causes one further pass.
 pub(crate) type Changed = Arc<Notify>;
@@ -198,14 +198,15 @@ impl<V: Clone + PartialEq> Feed<V> {
         self.lock().trust.clone()
     }
 
-    /// Whether the API server has said which objects exist: it listed the kind completely, or the kind does not exist.
+    /// Whether the API server has said which objects exist: the kind was listed completely at least once, or does not exist.
     pub(crate) fn has_answer(&self) -> bool {
-        self.lock().answer.is_some()
+        self.lock().has_answer
     }
 
-    /// Whether the kind does not exist, according to the last answer. A failed request is no answer.
+    /// Whether the API server has said that the kind does not exist (404), and since then neither was a list complete nor a new one
+    /// required ([`Self::read_again`]). Failed requests change nothing.
     pub(crate) fn is_absent(&self) -> bool {
-        self.lock().answer == Some(Answer::Absent)
+        self.lock().is_absent
     }
 
     /// For how long the API server has refused to list or watch the kind (403). `None` = the last request was not refused.
@@ -254,7 +255,7 @@ impl<V: Clone + PartialEq> Feed<V> {
         if table.trust == trust {
             if table.denied_since.is_some() {
                 drop(table);
-                // Wakes the reader of [`Self::denied_for`], which waits until that duration reaches a limit.
+                // The refusal may have reached a limit by now ([`Self::is_forbidden`], and readers of [`Self::denied_for`]).
                 self.changed.notify_one();
             }
             return false;
@@ -266,7 +267,7 @@ impl<V: Clone + PartialEq> Feed<V> {
             table.malformed.clear();
             // A reduction of the charge never fails.
             let _ = table.charge.as_mut().map(|charge| charge.set(0));
-            table.answer = Some(Answer::Absent);
+            (table.has_answer, table.is_absent) = (true, true);
         }
         table.trust = trust;
         drop(table);
@@ -282,9 +283,7 @@ impl<V: Clone + PartialEq> Feed<V> {
         let mut table = self.lock();
         self.required_list.send_modify(|number| *number += 1);
         // The connection may reach another cluster, where the kind may exist.
-        if table.answer == Some(Answer::Absent) {
-            table.answer = Some(Answer::Listed);
-        }
+        table.is_absent = false;
         // Lists and events of any version may replace rows of our own writes.
         table.rows.values_mut().for_each(|row| row.written_at = None);
         if table.trust != Trust::Pending {
@@ -409,7 +408,7 @@ impl<V: Clone + PartialEq> Feed<V> {
         table.last_list = table.last_list.max(number);
         let is_current = is_current && table.last_list >= *self.required_list.borrow();
         let trust = if is_current { Trust::Live } else { table.trust.clone() };
-        let is_unchanged = table.answer == Some(Answer::Listed)
+        let is_unchanged = table.has_answer
             && table.trust == trust
             && table.malformed == malformed_before
             && before.len() == table.rows.len()
@@ -417,7 +416,8 @@ impl<V: Clone + PartialEq> Feed<V> {
                 .iter()
                 .zip(&table.rows)
                 .all(|(a, b)| a.0 == b.0 && a.1.value == b.1.value);
-        table.answer = Some(Answer::Listed);
+        table.has_answer = true;
+        table.is_absent = trust == Trust::Absent;
         table.was_read = true;
         table.denied_since = None;
         table.trust = trust;

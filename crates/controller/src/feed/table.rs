@@ -26,23 +26,16 @@ pub(super) struct Table<V> {
     /// The value that [`super::Feed::required_list`] had when the last complete list began, or when the API server last answered
     /// that the kind does not exist or is denied.
     pub(super) last_list: u64,
-    /// What the API server last said about the kind. Failed requests do not change it.
-    pub(super) answer: Option<Answer>,
+    /// The API server has said which objects exist: the kind was listed completely at least once, or does not exist.
+    pub(super) has_answer: bool,
+    /// See [`super::Feed::is_absent`]. Always true while the trust is [`Trust::Absent`].
+    pub(super) is_absent: bool,
     /// The kind was listed completely at least once.
     pub(super) was_read: bool,
     /// Since when the API server has refused to list or watch the kind (403).
     pub(super) denied_since: Option<tokio::time::Instant>,
     /// The charge for the memory of the rows. `None` for feeds of the hub, whose memory is not limited.
     pub(super) charge: Option<Charge>,
-}
-
-/// What an API server says about a kind.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Answer {
-    /// It listed the objects.
-    Listed,
-    /// The kind does not exist (404).
-    Absent,
 }
 
 impl<V> Default for Table<V> {
@@ -53,7 +46,8 @@ impl<V> Default for Table<V> {
             malformed: BTreeMap::new(),
             trust: Trust::Pending,
             last_list: 0,
-            answer: None,
+            has_answer: false,
+            is_absent: false,
             was_read: false,
             denied_since: None,
             charge: None,

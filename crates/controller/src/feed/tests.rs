@@ -28,17 +28,16 @@ fn object(name: &str, version: &str, data: serde_json::Value) -> DynamicObject {
 }
 
 fn replace(feed: &Feed<i64>, objects: Vec<DynamicObject>, version: &str) {
-    let objects = objects.into_iter().filter_map(|object| feed.convert(object)).collect();
-    let version = version.to_owned();
-    feed.replace(
-        List {
-            objects,
-            version,
-            number: *feed.required_list.borrow(),
-            charge: None,
-        },
-        true,
-    );
+    feed.replace(list_of(feed, objects, version), true);
+}
+
+fn list_of(feed: &Feed<i64>, objects: Vec<DynamicObject>, version: &str) -> List<i64> {
+    List {
+        objects: objects.into_iter().filter_map(|object| feed.convert(object)).collect(),
+        version: version.to_owned(),
+        number: *feed.required_list.borrow(),
+        charge: None,
+    }
 }
 
 fn name(name: &str) -> ObjectName {
@@ -231,10 +230,8 @@ fn kind_that_was_never_read_is_forbidden_after_ten_seconds_of_403() {
     let denied = || Trust::Denied("403".into());
     let is_forbidden_before_and_after_ten_seconds = |feed: &Feed<i64>| {
         feed.set_trust(denied());
-        feed.set_trust(denied());
         let before = feed.is_forbidden();
         feed.lock().denied_since = tokio::time::Instant::now().checked_sub(FORBIDDEN_AFTER);
-        feed.set_trust(denied());
         (before, feed.is_forbidden())
     };
     let never_read = feed();
@@ -255,15 +252,27 @@ fn absent_kind_is_empty_and_counts_as_an_answer() {
 }
 
 #[test]
-fn absent_kind_stays_absent_until_it_is_listed() {
+fn absent_kind_stays_absent_while_requests_fail() {
     let feed = feed();
+    let fail = || {
+        feed.set_trust(Trust::Absent);
+        feed.set_trust(Trust::Broken("no answer".into()));
+        feed.is_absent()
+    };
     assert!(!feed.is_absent());
-    feed.set_trust(Trust::Absent);
-    feed.set_trust(Trust::Broken("no answer".into()));
-    assert!(feed.is_absent());
+    assert!(fail());
     feed.read_again();
-    assert!(!feed.is_absent());
-    feed.set_trust(Trust::Absent);
+    assert!(!feed.is_absent(), "the connection may reach another cluster");
+    assert!(fail());
     replace(&feed, vec![], "1");
-    assert!(!feed.is_absent());
+    assert!(!feed.is_absent(), "it was listed");
+}
+
+/// A list that does not make the feed current, such as one of an API server that repeats 410, does not make an absent kind exist.
+#[test]
+fn list_that_is_not_current_leaves_an_absent_kind_absent() {
+    let feed = feed();
+    feed.set_trust(Trust::Absent);
+    feed.replace(list_of(&feed, vec![object("a", "1", json!({"n": 1}))], "1"), false);
+    assert_eq!((feed.trust(), feed.is_absent()), (Trust::Absent, true));
 }
