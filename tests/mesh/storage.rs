@@ -71,9 +71,14 @@ async fn open_connections_break_only_if_their_node_is_lost() {
             "{daemons:?}"
         );
     }
+    let client = pod(&clients[0]);
+    // A mesh is Ready when its objects are written, and the agents need a moment more to apply them. A connection
+    // is opened only once.
+    let sockets = daemons.iter().map(|daemon| (daemon.ip, PORT).into()).collect();
+    lab.wait_for_open_sockets(&client, &sockets).await.unwrap();
     let mut connections = vec![];
     for daemon in daemons {
-        let echoes = lab.watch_stream(&pod(&clients[0]), (daemon.ip, PORT).into()).unwrap();
+        let echoes = lab.watch_stream(&client, (daemon.ip, PORT).into()).unwrap();
         echoes.wait_for_echo_after(0).await.unwrap();
         connections.push(Connection { daemon, echoes });
     }

@@ -5,7 +5,8 @@ use std::{collections::BTreeSet, fmt};
 use clustermesh_lab::AuditedWrite;
 
 /// A delete that a [`Doubt`] permits may arrive up to this long after the doubt ended: the delete waits in the controller, or in
-/// an API server or proxy that delays it for up to 30 s.
+/// an API server or proxy that delays it for up to 30 s. If the mesh is paused in the meantime, the time begins anew when the
+/// pause ends, because only then may the controller delete.
 pub(crate) const GRACE_SECONDS: i64 = 60;
 /// How long after the begin of a pause a write may still be in flight.
 const PAUSE_SECONDS: i64 = 60;
@@ -89,9 +90,24 @@ impl Ledger {
     /// Whether a delete at this time may follow from a doubt about this scope.
     fn is_doubted(&self, scope: &Scope, at: i64) -> bool {
         self.doubts.iter().any(|doubt| {
-            let until = doubt.to.map(|to| to + GRACE_SECONDS * 1_000_000);
+            let until = doubt.to.map(|to| self.end_of_grace(to));
             doubt.scope == *scope && doubt.from <= at && until.is_none_or(|until| at <= until)
         })
+    }
+
+    /// Until when a delete may arrive that a doubt permits which ended at `to`.
+    fn end_of_grace(&self, to: i64) -> i64 {
+        let grace = GRACE_SECONDS * 1_000_000;
+        let mut until = to + grace;
+        // In the order of time, because no two pauses overlap.
+        for pause in self.doubts.iter().filter(|doubt| doubt.scope == Scope::Pause) {
+            // A delete during a pause is judged by `is_paused`.
+            let end = pause.to.unwrap_or(i64::MAX - grace);
+            if pause.from <= until && to <= end {
+                until = until.max(end + grace);
+            }
+        }
+        until
     }
 
     fn is_paused(&self, at: i64) -> bool {
@@ -207,6 +223,27 @@ mod tests {
         assert_eq!(reasons(&ledger, &[write("delete", suffixed, 11)]), [""; 0]);
         let other = "peers/ /prod--tenant-a--tenant-a-2";
         assert_eq!(reasons(&ledger, &[write("delete", other, 11)]), [DELETED]);
+    }
+
+    #[test]
+    fn delete_that_waits_for_the_end_of_a_pause_is_planned() {
+        let mut ledger = Ledger::new("prod");
+        let node = Scope::Node("tenant-a-1".to_owned());
+        ledger.begin(Scope::Pause, at(1));
+        ledger.end(&Scope::Pause, at(3));
+        ledger.begin(node.clone(), at(10));
+        ledger.end(&node, at(12));
+        for [from, to] in [[12, 15], [16, 18], [20, 25]] {
+            ledger.begin(Scope::Pause, at(from));
+            ledger.end(&Scope::Pause, at(to));
+        }
+        let deletes = |minutes: &[u32]| {
+            let writes: Vec<_> = minutes.iter().map(|minute| write("delete", PEER, *minute)).collect();
+            reasons(&ledger, &writes)
+        };
+        assert_eq!(deletes(&[12, 16, 19]), [""; 0]);
+        // The third pause began when the time after the second was over.
+        assert_eq!(deletes(&[4, 26]), [DELETED; 2]);
     }
 
     #[test]

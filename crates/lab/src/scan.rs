@@ -239,8 +239,8 @@ impl Lab {
         self.watch("udp-watch", from, socket)
     }
 
-    /// Sends lines to a TCP echo server over one connection, until the returned value is dropped. There is no timeout for
-    /// an echo: the probe waits as long as the connection exists.
+    /// Sends lines to a TCP echo server over one connection, until the returned value is dropped. The probe ends if this
+    /// connection cannot be opened. There is no timeout for an echo: the probe waits as long as the connection exists.
     ///
     /// # Errors
     /// When `lab-probe` cannot be started.
@@ -350,11 +350,12 @@ impl EchoWatch {
     /// Waits for the first echo after `time`, and returns its time.
     ///
     /// # Errors
-    /// When there is no echo within 90 s.
+    /// When there is no echo within 90 s. The error quotes the last line that the probe printed.
     pub async fn wait_for_echo_after(&self, time: u128) -> Result<u128> {
         wait_until("an echo", Duration::from_secs(90), async || {
-            let later = self.echo_times().into_iter().find(|at| *at > time);
-            later.ok_or_else(|| "no echo".to_owned())
+            let log = self.0.log();
+            let later = log.lines().filter_map(|line| line.parse().ok()).find(|at| *at > time);
+            later.ok_or_else(|| format!("no echo; the probe's last line: {:?}", log.lines().last()))
         })
         .await
     }
