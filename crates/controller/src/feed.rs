@@ -34,7 +34,7 @@ pub(crate) enum Trust {
     Live,
     /// The last list or watch failed. Contains the reason, without text from the API server.
     Broken(String),
-    /// The API server does not know the kind (404): the CRD is not installed.
+    /// The API server does not know the kind (404), which is defined by a CRD: the CRD is not installed.
     Absent,
     /// The controller may not read the kind (403). Contains the missing permission.
     Denied(String),

@@ -117,6 +117,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         cluster: "the hub".to_owned(),
         labels: String::new(),
         fields: String::new(),
+        is_from_crd: true,
     };
     let watch_task = tokio::spawn(async move {
         // Unlike a connection to a member, this one is not probed. A watch on a dead connection times out by itself.

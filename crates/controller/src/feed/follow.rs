@@ -52,6 +52,9 @@ pub(crate) struct WatchedResource {
     pub(crate) labels: String,
     /// Field selector; empty = all objects.
     pub(crate) fields: String,
+    /// Whether the kind is defined by a CRD, which may not be installed. Every API server knows all other kinds, so that a 404 for
+    /// one of them is an error. It comes for example from a proxy while the API server behind it does not run.
+    pub(crate) is_from_crd: bool,
 }
 
 /// Keeps `feed` up to date. Never returns.
@@ -188,7 +191,15 @@ fn report<V: Clone + PartialEq>(
         ),
         FollowError::OverBudget(over) => (Trust::Broken(format!("{over} ({what})")), None),
         FollowError::TimedOut => (Trust::Broken(api_error::NO_ANSWER.to_owned()), None),
-        FollowError::Api(Error::Api(status)) if status.code == 404 => (Trust::Absent, Some(ABSENT_RETRY)),
+        FollowError::Api(Error::Api(status)) if status.code == 404 && resource.is_from_crd => {
+            (Trust::Absent, Some(ABSENT_RETRY))
+        }
+        FollowError::Api(Error::Api(status)) if status.code == 404 => (
+            Trust::Broken(format!(
+                "its API server, or a proxy before it, does not know {what} (404)"
+            )),
+            None,
+        ),
         FollowError::Api(Error::Api(status)) if status.code == 403 => (
             Trust::Denied(format!("the account may not list and watch {what} (403)")),
             None,

@@ -77,6 +77,7 @@ pub(super) fn follow(
         cluster: "the hub".to_owned(),
         labels: String::new(),
         fields: format!("metadata.name={name}"),
+        is_from_crd: false,
     };
     let followed = feed.clone();
     tasks.spawn(async move {

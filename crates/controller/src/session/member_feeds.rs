@@ -307,11 +307,10 @@ impl MemberFeeds {
         trusts
     }
 
-    /// Whether all permanent feeds have an answer ([`Feed::has_answer`]). For Nodes, 404 is no answer. Kinds other than Nodes and Peers
-    /// do not count if the ServiceAccount may not read them.
+    /// Whether all permanent feeds have an answer ([`Feed::has_answer`]). Kinds other than Nodes and Peers do not count if the
+    /// ServiceAccount may not read them.
     pub(super) fn have_answers(&self) -> bool {
         self.nodes.has_answer()
-            && !self.nodes.is_absent()
             && self.peers.has_answer()
             && (self.policies.has_answer() || self.policies.is_forbidden())
             && (self.accesses.has_answer() || self.accesses.is_forbidden())
@@ -444,6 +443,7 @@ impl MemberFeeds {
             cluster: self.member.clone(),
             labels: labels.to_owned(),
             fields: String::new(),
+            is_from_crd: K::group(&()) == peer::Peer::group(&()),
         }
     }
 
@@ -460,6 +460,7 @@ impl MemberFeeds {
             cluster: self.member.clone(),
             labels: labels.to_owned(),
             fields: String::new(),
+            is_from_crd: false,
         }
     }
 }

@@ -115,6 +115,7 @@ fn resource(client: Client) -> WatchedResource {
         cluster: "a test".into(),
         labels: String::new(),
         fields: String::new(),
+        is_from_crd: false,
     }
 }
 
@@ -204,6 +205,34 @@ async fn watch_that_expires_once_leaves_the_feed_live() {
         () = async { let _ = tokio::time::timeout(Duration::from_secs(20), watched).await; } => {}
     }
     assert_eq!(seen, [Trust::Pending, Trust::Live]);
+}
+
+/// A proxy answers 404 while the API server behind it does not run.
+#[tokio::test(start_paused = true)]
+async fn only_a_kind_from_a_crd_can_be_absent() {
+    for (is_from_crd, rows) in [(false, 1), (true, 0)] {
+        let lists = Arc::new(AtomicUsize::new(0));
+        let counted = Arc::clone(&lists);
+        let (mut resource, requests) = server_with(move |watch| {
+            let is_first_list = !watch && counted.fetch_add(1, Ordering::Relaxed) == 0;
+            if is_first_list {
+                (
+                    200,
+                    list_of(&json!([{"metadata": {"name": "a", "resourceVersion": "1"}}]), "").to_string(),
+                )
+            } else {
+                (404, "default backend - 404".to_owned())
+            }
+        });
+        resource.is_from_crd = is_from_crd;
+        let feed = feed();
+        follow_ten_minutes(&resource, &feed, &requests).await;
+        assert!(lists.load(Ordering::Relaxed) > 1, "listed again");
+        assert_eq!(feed.is_absent(), is_from_crd);
+        assert_eq!(feed.read(BTreeMap::len), rows, "{:?}", feed.trust());
+        let is_broken = matches!(feed.trust(), Trust::Broken(why) if why.contains("does not know nodes (404)"));
+        assert_eq!(is_broken, !is_from_crd, "{:?}", feed.trust());
+    }
 }
 
 #[tokio::test(start_paused = true)]
