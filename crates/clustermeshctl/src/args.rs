@@ -96,12 +96,12 @@ pub(crate) enum Command {
     /// The report compares the open sockets with the plan, and shows whether each route leads into
     /// the tunnel or to the underlay.
     ///
-    /// A sandbox may reach only granted sockets; a standard or quarantined member may reach none.
-    /// Both limits apply in the tunnel and on the underlay. With --underlay-allows, name the
-    /// addresses that nodes of these members need on the underlay, except their own API server.
-    /// Sockets that a cluster-meshed member reaches on the underlay are listed but are no
-    /// violation. The results come from nodes and API servers of the probing cluster: a hostile
-    /// cluster can hide the sockets that it reaches.
+    /// A sandbox may reach only granted sockets; a member with the profile `standard`, or in
+    /// quarantine, may reach none. Both limits apply in the tunnel and on the underlay. With
+    /// --underlay-allows, name the addresses that nodes of these members need on the underlay,
+    /// except their own API server. Sockets that a cluster-meshed member reaches on the underlay
+    /// are listed but are no violation. The results come from nodes and API servers of the probing
+    /// cluster: a hostile cluster can hide the sockets that it reaches.
     ///
     /// These Jobs are the only change in any cluster. They are deleted at the end, also after
     /// Ctrl-C; if this program is killed, the cluster removes them within minutes. In addition to

@@ -31,7 +31,7 @@ use crate::{
     runtime::{NodeChannels, RuntimeBuilder},
     source::{
         datapath::DatapathProblem,
-        objects::{ParsedNode, ParsedPeer, policy_revision},
+        objects::{OwnNode, ParsedNode, ParsedPeer, policy_revision},
         store::{ClusterSnapshot, Store},
     },
     status::{PassReporter, Trouble, view::NodeView},
@@ -229,10 +229,11 @@ impl<F: Backend> PolicyMode<F> {
             ..NodeView::default()
         };
         self.report.dump.set("node", json!(node));
+        let OwnNode { published, .. } = own_node.own.clone().unwrap_or_default();
         let desired = DesiredAnnotations {
             identity: BTreeMap::new(),
             status: [(NODE_AGENT, Some(agent.to_string()))].into(),
-            seen: own_node.own.clone().unwrap_or_default().published,
+            seen: published,
             turn: Turn::of(&self.config.node_name, snapshot.nodes.objects().map(|(name, _)| name)),
         };
         self.publish.send_if_modified(|wanted| {

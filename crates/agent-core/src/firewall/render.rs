@@ -114,11 +114,10 @@ pub(super) fn to_this_node_chain() -> String {
         "meta l4proto { icmp, icmpv6 } ct state related accept",
         "ICMP error: the policies decide",
     );
-    // The nft comment of this rule means programs that listen at the node's other addresses, which are not in the set `listeners`.
     add_rule(
         &mut out,
         "counter drop",
-        "listeners of this node are closed to other members",
+        "other addresses of this node are closed to other members",
     );
     out.push_str("  }\n");
     out

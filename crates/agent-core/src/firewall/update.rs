@@ -48,8 +48,8 @@ impl Update {
 ///   matches a new allow element also meets the new deny elements.
 /// - Old deny elements are removed in a second transaction. If one transaction removed the old elements of all sets, a packet could match
 ///   an old allow element before the change and no deny element after it.
-/// - If deny elements are both added and removed, these two do not go together: a new element may overlap an old one, so it cannot be
-///   added before the old one is removed. So the whole table is replaced.
+/// - If deny elements are both added and removed, the two rules above contradict each other: a new element may overlap an old one, and
+///   then it cannot be added before the old one is removed. So the whole table is replaced.
 #[must_use]
 pub fn update(old: Option<&Firewall>, new: &Firewall) -> Option<Update> {
     let whole = || Some(Update::Whole { script: render(new) });

@@ -74,7 +74,8 @@ impl<'a> MeshInputs<'a> {
                 continue;
             }
             let closed = link::is_closed(mesh_member);
-            // The gateways of the source only reply to this target's connections, so `sources` lacks them.
+            // The gateways of the source only reply to this target's connections. Unlike the source's nodes they may reach nothing in
+            // `allow`, so `sources` lacks them.
             if self.uses_gateways(mesh_member, target) {
                 networks.extend(mesh_member.gateway_prefixes());
             }
@@ -125,6 +126,7 @@ impl<'a> MeshInputs<'a> {
                 continue;
             }
             let spec = PolicySpec {
+                // The policy applies to the gateways. Because it allows nothing, they can only reply.
                 sources: networks.clone(),
                 networks,
                 allow: BTreeSet::new(),

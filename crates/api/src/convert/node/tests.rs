@@ -189,7 +189,7 @@ fn bypass_is_read_from_the_status_of_the_agent() {
 }
 
 #[test]
-fn malformed_claim_is_invalid_other_malformed_value_ignored() {
+fn malformed_claim_is_kept_as_invalid_and_another_malformed_value_is_ignored() {
     let read = to_core(&node(json!({"metadata": {"annotations": {
         "kilo.squat.ai/key": "not a key",
         "kilo.squat.ai/wireguard-ip": "10.4.0.1",
