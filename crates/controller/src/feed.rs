@@ -71,6 +71,15 @@ const FORBIDDEN_AFTER: Duration = Duration::from_secs(10);
 /// For this long after our own write, lists and events may still contain the object as it was before.
 const OWN_WRITE_WINDOW: Duration = Duration::from_secs(60);
 
+/// Whether a list may come from another cluster than the list before.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Cluster {
+    /// The connection is the same.
+    Same,
+    /// The connection is new. In the cluster that it reaches, a kind may exist that did not exist before.
+    MayDiffer,
+}
+
 /// Converts an object to a row's value. `Ok(None)` = the object is ignored, `Err` = it is malformed.
 type Convert<V> = dyn Fn(DynamicObject) -> Result<Option<V>, String> + Send + Sync;
 
@@ -203,8 +212,8 @@ impl<V: Clone + PartialEq> Feed<V> {
         self.lock().has_answer
     }
 
-    /// Whether the API server has said that the kind does not exist (404), and since then neither was a list complete nor a new one
-    /// required ([`Self::read_again`]). Failed requests change nothing.
+    /// Whether the API server has said that the kind does not exist (404), and since then no list was complete. Failed requests change
+    /// nothing. A new connection begins with false ([`Cluster::MayDiffer`]).
     pub(crate) fn is_absent(&self) -> bool {
         self.lock().is_absent
     }
@@ -277,13 +286,14 @@ impl<V: Clone + PartialEq> Feed<V> {
 
     /// Requires a new list. Until it is complete, the feed is not current, but keeps its rows. [`follow`] begins the list at once.
     ///
-    /// Called for a new connection, because it may reach another cluster, and whenever a watch may be behind without an error:
-    /// after an interruption, TCP may retransmit the packets of the watch only much later.
-    pub(crate) fn read_again(&self) {
+    /// Called for a new connection, and whenever a watch may be behind without an error: after an interruption, TCP may retransmit
+    /// the packets of the watch only much later.
+    pub(crate) fn read_again(&self, cluster: Cluster) {
         let mut table = self.lock();
         self.required_list.send_modify(|number| *number += 1);
-        // The connection may reach another cluster, where the kind may exist.
-        table.is_absent = false;
+        if cluster == Cluster::MayDiffer {
+            table.is_absent = false;
+        }
         // Lists and events of any version may replace rows of our own writes.
         table.rows.values_mut().for_each(|row| row.written_at = None);
         if table.trust != Trust::Pending {

@@ -24,7 +24,7 @@ use crate::{
         fence::Fence,
         guard::{Permit, guard},
     },
-    feed::{Changed, Trust},
+    feed::{self, Changed, Trust},
     hub::Hub,
     session::member_feeds::MemberFeeds,
 };
@@ -225,7 +225,7 @@ impl Session {
 
     /// Reads all objects of the member again. Until then the observation is not fresh.
     pub(crate) fn read_again(&self) {
-        self.shared.feeds.read_again();
+        self.shared.feeds.read_again(feed::Cluster::Same);
     }
 
     /// Whether Nodes or Peers are being read again.

@@ -220,7 +220,7 @@ fn older_list_replaces_rows_that_came_from_a_list() {
 fn older_list_undoes_our_own_write_when_read_again() {
     let feed = feed();
     feed.put_written(object("ours", "99", json!({"n": 9})));
-    feed.read_again();
+    feed.read_again(Cluster::Same);
     replace(&feed, vec![object("a", "8", json!({"n": 3}))], "11");
     assert_eq!(rows(&feed), [("a".into(), 3)]);
 }
@@ -261,14 +261,17 @@ fn absent_kind_stays_absent_while_requests_fail() {
     };
     assert!(!feed.is_absent());
     assert!(fail());
-    feed.read_again();
+    feed.read_again(Cluster::Same);
+    assert!(feed.is_absent(), "it is being read again");
+    feed.read_again(Cluster::MayDiffer);
     assert!(!feed.is_absent(), "the connection may reach another cluster");
     assert!(fail());
     replace(&feed, vec![], "1");
     assert!(!feed.is_absent(), "it was listed");
 }
 
-/// A list that does not make the feed current, such as one of an API server that repeats 410, does not make an absent kind exist.
+/// If an API server answers every watch with 410, its lists do not make the feed current. Such a list does not make an absent kind
+/// exist.
 #[test]
 fn list_that_is_not_current_leaves_an_absent_kind_absent() {
     let feed = feed();

@@ -33,7 +33,7 @@ impl Reconciler {
                 term,
                 until: Some(Instant::now() + MAX_WAIT),
             };
-            self.meshes.feed.read_again();
+            self.meshes.feed.read_again(crate::feed::Cluster::Same);
             self.members.values().for_each(|member| member.session.read_again());
             return true;
         }

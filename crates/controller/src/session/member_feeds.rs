@@ -35,7 +35,7 @@ pub(super) use feed_task::FeedTask;
 use on_demand::{OnDemandFeed, OnDemandFeeds};
 
 use super::{Interest, checkins::CheckIns, first_problem};
-use crate::feed::{Changed, Feed, Trust, WatchedResource};
+use crate::feed::{self, Changed, Feed, Trust, WatchedResource};
 
 /// The feeds of one member. Clones share them.
 #[derive(Debug, Clone)]
@@ -169,22 +169,22 @@ impl MemberFeeds {
     }
 
     /// Reads all objects again ([`Feed::read_again`]).
-    pub(super) fn read_again(&self) {
-        self.nodes.read_again();
-        self.peers.read_again();
-        self.policies.read_again();
-        self.accesses.read_again();
-        self.gateways.read_again();
-        self.gateway_pods.read_again();
-        self.mirrored_services.read_again();
-        self.mirrored_slices.read_again();
-        self.api_slices.read_again();
+    pub(super) fn read_again(&self, cluster: feed::Cluster) {
+        self.nodes.read_again(cluster);
+        self.peers.read_again(cluster);
+        self.policies.read_again(cluster);
+        self.accesses.read_again(cluster);
+        self.gateways.read_again(cluster);
+        self.gateway_pods.read_again(cluster);
+        self.mirrored_services.read_again(cluster);
+        self.mirrored_slices.read_again(cluster);
+        self.api_slices.read_again(cluster);
         let on_demand = self.on_demand();
         for (services, slices) in on_demand.services.values() {
-            services.feed.read_again();
-            slices.feed.read_again();
+            services.feed.read_again(cluster);
+            slices.feed.read_again(cluster);
         }
-        on_demand.pods.values().for_each(|pods| pods.feed.read_again());
+        on_demand.pods.values().for_each(|pods| pods.feed.read_again(cluster));
     }
 
     /// Whether Nodes or Peers are being read again.

@@ -12,7 +12,7 @@ use tokio::{
 };
 
 use super::{Credentials, Interest, ProbeError, Shared, Writer, member_feeds::FeedTask, with_timeout};
-use crate::{api_error, events::truncate};
+use crate::{api_error, events::truncate, feed};
 
 /// How often the API server is probed.
 const PROBE_INTERVAL: Duration = Duration::from_secs(10);
@@ -37,7 +37,7 @@ pub(super) async fn serve(
         // The new client may reach another cluster, to which the old UID does not belong.
         connection.uid = None;
     });
-    shared.feeds.read_again();
+    shared.feeds.read_again(feed::Cluster::MayDiffer);
 
     let mut tasks = JoinSet::new();
     // A leader takes the Lease in the member while it reads the member's objects. Otherwise the first write would wait for
@@ -125,7 +125,7 @@ fn recover(shared: &Shared, failures: &mut u32) {
         return;
     }
     tracing::info!(member = %shared.identity, "the API server answers again");
-    shared.feeds.read_again();
+    shared.feeds.read_again(feed::Cluster::Same);
     shared.update_connection(|connection| connection.unresponsive = None);
 }
 

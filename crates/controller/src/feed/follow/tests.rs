@@ -20,7 +20,7 @@ use serde_json::{Value, json};
 use tower::{BoxError, Layer};
 
 use super::*;
-use crate::feed::Changed;
+use crate::feed::{Changed, Cluster};
 
 /// Returns the resource `nodes` of an API server that responds with `answer(is_watch)`, and the number of requests to it.
 fn server(answer: impl Fn(bool) -> Value + Clone + Send + Sync + 'static) -> (WatchedResource, Arc<AtomicUsize>) {
@@ -256,7 +256,7 @@ async fn feed_that_is_read_again_is_current_after_the_list() {
         tokio::time::sleep(Duration::from_secs(1)).await;
         let lists = lists.load(Ordering::Relaxed);
         assert_eq!((lists, feed.trust(), feed.needs_list()), (expected, Trust::Live, false));
-        feed.read_again();
+        feed.read_again(Cluster::Same);
         // A watch that was open, or is opened now, does not make the feed current.
         feed.set_trust(Trust::Live);
         assert!(matches!(feed.trust(), Trust::Broken(_)) && feed.needs_list());
@@ -275,7 +275,7 @@ fn list_older_than_the_required_one_leaves_the_feed_broken() {
     };
     feed.replace(list(0), true);
     assert_eq!(feed.trust(), Trust::Live);
-    feed.read_again();
+    feed.read_again(Cluster::Same);
     feed.replace(list(0), true);
     assert!(matches!(feed.trust(), Trust::Broken(_)), "{:?}", feed.trust());
     feed.replace(list(1), true);
