@@ -263,9 +263,9 @@ impl<'a> MeshInputs<'a> {
         Some((access_name, PlannedAccess { source, spec }))
     }
 
-    /// The networks of the nodes that may use the gateways: all networks of an importer with the profile sandbox, or the WireGuard
-    /// networks of another importer. If the other importer was not observed, or has held nodes, the networks of the existing SandboxAccess
-    /// stay too: they may contain nodes whose address is not known now.
+    /// The networks of the importer's nodes, which may use the gateways. A sandbox has all its networks there. Any other importer has only its
+    /// WireGuard networks and, while it was not observed or has held nodes, also the networks of the existing SandboxAccess: they may
+    /// contain nodes whose address is not known now.
     fn access_networks(
         &self,
         source: &str,

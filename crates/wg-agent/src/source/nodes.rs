@@ -2,15 +2,15 @@
 //!
 //! A kubelet writes the status of its Node at least every five minutes. A watch of all Nodes receives the whole Node each time:
 //! with 1,000 Nodes of 30 kB, this is 100 kB/s for each agent. What the agent needs of another Node seldom changes
-//! ([`ParsedNode`]). So it watches only its own Node, and reads another Node when one of these sources shows that it is new or
-//! has changed:
+//! ([`ParsedNode`]). So it watches only its own Node, and reads another Node when it is new, changed or incomplete, which it learns
+//! from:
 //!
 //! - CSINodes, which it watches. Each kubelet creates one next to its Node; it is deleted with the Node, so that a new one with the same
 //!   name has another UID. Otherwise it changes only with the node's storage drivers.
 //! - the table of Nodes that `kubectl get nodes` shows, which takes about 250 bytes for each Node. The agent requests it at an interval
 //!   that grows with the number of Nodes. It shows Nodes without a kubelet, and changed addresses.
-//! - the last read of a new Node. A new Node gets its pod CIDRs and WireGuard address only after some seconds, so the agent
-//!   reads it again while they are missing.
+//! - its own last read of a new Node, which may lack the pod CIDRs and the WireGuard address. A Node gets them only after some
+//!   seconds, so the agent reads it again while they are missing.
 //!
 //! The table does not show the WireGuard addresses of Nodes. Therefore all Nodes are listed again after long intervals, and after this node
 //! has taken a new WireGuard address, because another node may have taken the same one at the same time.

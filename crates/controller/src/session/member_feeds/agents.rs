@@ -32,8 +32,8 @@ pub(super) struct NodeRow {
     kernel: String,
     /// Why packets bypass the PeerPolicies on the node. Empty = the agent reports no bypass.
     bypass_reason: String,
-    /// The numbers of tunnels (up, down, total) to each member to which at least one tunnel of the node is down; the agent reports no
-    /// other members. The keys are from [`annotations::member_key`].
+    /// The numbers of the node's tunnels (up, down, total) to another member. Contains only members to which a tunnel is down. The
+    /// keys are from [`annotations::member_key`].
     links: BTreeMap<String, Link>,
     /// Revision of the PeerPolicies in force on the node. Empty = the agent does not report it.
     policy_revision: String,

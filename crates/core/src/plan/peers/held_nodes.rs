@@ -36,8 +36,8 @@ impl<'a> PeerPlanner<'a, '_> {
             let is_allowed = mesh_member.cluster.allows(*net) && !self.own_pods.overlaps(*net);
             (is_allowed || source == self.name) && !self.taken_prefixes.contains_key(net)
         });
-        // If a Peer's allowed IPs contain its endpoint, kg routes the outer packets into the tunnel. So if an InternalIP is the
-        // endpoint, the existing Peer was planned without this InternalIP. Record this for the fact `HostNetworkNotServed`.
+        // kg would route the outer packets of a Peer into the tunnel if the allowed IPs contained the endpoint. So where an InternalIP is the
+        // endpoint, the planner has left it out of the allowed IPs. The fact `HostNetworkNotServed` reports such nodes.
         let is_omitted = |address: &IpAddr| {
             let endpoint = spec.endpoint.as_ref();
             let is_endpoint = endpoint.is_some_and(|at| matches!(at, Endpoint::Ip(at) if at.ip() == *address));
