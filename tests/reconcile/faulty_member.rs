@@ -41,6 +41,12 @@ const CASES: [&[Case]; 3] = [
             "MemberStale",
             "its API server asks to slow down (429)",
         ),
+        // A proxy answers so while the API server behind it does not run. It must not look as if the CRDs were not installed.
+        (
+            Fault::Status(Requests::All, 404),
+            "MemberStale",
+            "does not find nodes (404)",
+        ),
         (
             Fault::Status(Requests::Writes, 500),
             "WriteFailed",

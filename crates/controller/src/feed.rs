@@ -34,7 +34,7 @@ pub(crate) enum Trust {
     Live,
     /// The last list or watch failed. Contains the reason, without text from the API server.
     Broken(String),
-    /// The API server does not know the kind (404), which is defined by a CRD: the CRD is not installed.
+    /// The API server does not serve the kind: the CRD is not installed.
     Absent,
     /// The controller may not read the kind (403). Contains the missing permission.
     Denied(String),
@@ -212,8 +212,8 @@ impl<V: Clone + PartialEq> Feed<V> {
         self.lock().has_answer
     }
 
-    /// Whether the API server has said that the kind does not exist (404), and since then no list was complete. Failed requests change
-    /// nothing. A new connection begins with false ([`Cluster::MayDiffer`]).
+    /// Whether the API server has shown that it does not serve the kind, and since then no list has made the feed current. Failed
+    /// requests change nothing. A new connection begins with false ([`Cluster::MayDiffer`]).
     pub(crate) fn is_absent(&self) -> bool {
         self.lock().is_absent
     }
@@ -427,7 +427,7 @@ impl<V: Clone + PartialEq> Feed<V> {
                 .zip(&table.rows)
                 .all(|(a, b)| a.0 == b.0 && a.1.value == b.1.value);
         table.has_answer = true;
-        table.is_absent = trust == Trust::Absent;
+        table.is_absent &= trust != Trust::Live;
         table.was_read = true;
         table.denied_since = None;
         table.trust = trust;

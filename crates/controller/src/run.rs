@@ -111,13 +111,14 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let (changed, meshes_changed) = (Changed::default(), Changed::default());
     let meshes: Feed<Arc<ClusterMesh>> = mesh_feed(Arc::clone(&meshes_changed));
     let followed = meshes.clone();
+    let kind = ApiResource::erase::<ClusterMesh>(&());
     let resource = WatchedResource {
-        api: Api::all_with(client.clone(), &ApiResource::erase::<ClusterMesh>(&())),
+        api: Api::all_with(client.clone(), &kind),
+        kind,
         description: "clustermeshes".to_owned(),
         cluster: "the hub".to_owned(),
         labels: String::new(),
         fields: String::new(),
-        is_from_crd: true,
     };
     let watch_task = tokio::spawn(async move {
         // Unlike a connection to a member, this one is not probed. A watch on a dead connection times out by itself.

@@ -9,7 +9,7 @@ use clustermesh_daemon::random;
 use futures::{StreamExt, TryStreamExt};
 use kube::{
     Api, Error,
-    api::{DynamicObject, ListParams, WatchEvent, WatchParams},
+    api::{ApiResource, DynamicObject, ListParams, WatchEvent, WatchParams},
 };
 use tokio::{sync::watch, time::Instant};
 
@@ -42,7 +42,8 @@ const ABSENT_RETRY: Duration = Duration::from_secs(3);
 /// What to list and watch.
 #[derive(Debug, Clone)]
 pub(crate) struct WatchedResource {
-    /// The kind, in one namespace or in all namespaces.
+    pub(crate) kind: ApiResource,
+    /// The objects of the kind, in one namespace or in all namespaces.
     pub(crate) api: Api<DynamicObject>,
     /// The name of the resource in messages: `nodes`, `secrets in namespace x`.
     pub(crate) description: String,
@@ -52,9 +53,6 @@ pub(crate) struct WatchedResource {
     pub(crate) labels: String,
     /// Field selector; empty = all objects.
     pub(crate) fields: String,
-    /// Whether the kind is defined by a CRD, which may not be installed. Every API server knows all other kinds, so that a 404 for
-    /// one of them is an error. It comes for example from a proxy while the API server behind it does not run.
-    pub(crate) is_from_crd: bool,
 }
 
 /// Keeps `feed` up to date. Never returns.
@@ -79,11 +77,52 @@ pub(crate) async fn follow<V: Clone + PartialEq>(resource: &WatchedResource, fee
             }
             Err(error) => Err(error),
         };
-        if let Err(error) = ended {
+        if let Err(mut error) = ended {
+            if matches!(&error, FollowError::Api(Error::Api(status)) if status.code == 404) {
+                let is_absent = tokio::select! {
+                    is_absent = is_absent(resource, feed) => is_absent,
+                    () = list_required(&mut progress.required_list) => continue,
+                };
+                if is_absent {
+                    error = FollowError::Absent;
+                }
+            }
             let pause = report(resource, feed, &error, &mut progress);
             progress.wait(pause).await;
         }
     }
+}
+
+/// Whether the API server does not serve a kind for which it answered with 404.
+///
+/// The 404 alone does not show this, because a proxy may answer every request with 404 while the API server behind it does not
+/// run. So the API server's discovery documents must show it, unless they have shown it and no request has failed since.
+async fn is_absent<V: Clone + PartialEq>(resource: &WatchedResource, feed: &Feed<V>) -> bool {
+    if feed.trust() == Trust::Absent {
+        return true;
+    }
+    let kind = &resource.kind;
+    if kind.group.is_empty() {
+        // Every API server has the kinds of the core group.
+        return false;
+    }
+    let client = resource.api.clone().into_client();
+    let discover = async {
+        match client.list_api_group_resources(&kind.api_version).await {
+            Ok(list) => return list.resources.iter().all(|served| served.name != kind.plural),
+            // The list of all groups must confirm it.
+            Err(Error::Api(status)) if status.code == 404 => {}
+            // An API server answers, and the account may not read discovery documents.
+            Err(Error::Api(status)) if status.code == 403 => return true,
+            Err(_) => return false,
+        }
+        client.list_api_groups().await.is_ok_and(|list| {
+            let mut versions = list.groups.iter().flat_map(|group| &group.versions);
+            // Every API server has groups. A document without groups is from something else.
+            !list.groups.is_empty() && versions.all(|served| served.group_version != kind.api_version)
+        })
+    };
+    tokio::time::timeout(REQUEST_TIMEOUT, discover).await.unwrap_or(false)
 }
 
 /// The state of [`follow`] between attempts.
@@ -143,6 +182,8 @@ enum FollowError {
     TooMany,
     /// A response, an event or all data of the member exceed a memory limit.
     OverBudget(OverBudget),
+    /// The API server does not serve the kind.
+    Absent,
     Api(Error),
     TimedOut,
 }
@@ -191,12 +232,10 @@ fn report<V: Clone + PartialEq>(
         ),
         FollowError::OverBudget(over) => (Trust::Broken(format!("{over} ({what})")), None),
         FollowError::TimedOut => (Trust::Broken(api_error::NO_ANSWER.to_owned()), None),
-        FollowError::Api(Error::Api(status)) if status.code == 404 && resource.is_from_crd => {
-            (Trust::Absent, Some(ABSENT_RETRY))
-        }
+        FollowError::Absent => (Trust::Absent, Some(ABSENT_RETRY)),
         FollowError::Api(Error::Api(status)) if status.code == 404 => (
             Trust::Broken(format!(
-                "its API server, or a proxy before it, does not know {what} (404)"
+                "its API server, or a proxy before it, does not find {what} (404)"
             )),
             None,
         ),

@@ -23,8 +23,8 @@ pub(super) struct Table<V> {
     /// Objects that do not parse, with the reason. The last version that parsed, if any, stays in `rows`.
     pub(super) malformed: BTreeMap<ObjectName, String>,
     pub(super) trust: Trust,
-    /// The value that [`super::Feed::required_list`] had when the last complete list began, or when the API server last answered
-    /// that the kind does not exist or is denied.
+    /// Which required list the rows answer: the number in [`super::Feed::required_list`] when the last complete list began, or when the
+    /// API server last showed that the kind does not exist or is denied.
     pub(super) last_list: u64,
     /// The API server has said which objects exist: the kind was listed completely at least once, or does not exist.
     pub(super) has_answer: bool,

@@ -71,13 +71,14 @@ pub(super) fn follow(
                 .map(|bytes| bytes.0),
         )))
     });
+    let kind = ApiResource::erase::<Secret>(&());
     let resource = WatchedResource {
-        api: Api::namespaced_with(hub.client.clone(), &namespace, &ApiResource::erase::<Secret>(&())),
+        api: Api::namespaced_with(hub.client.clone(), &namespace, &kind),
+        kind,
         description: secret_name.clone(),
         cluster: "the hub".to_owned(),
         labels: String::new(),
         fields: format!("metadata.name={name}"),
-        is_from_crd: false,
     };
     let followed = feed.clone();
     tasks.spawn(async move {

@@ -221,37 +221,31 @@ impl MemberFeeds {
         let gateways = format!("{}={}", names::LABEL_APP, names::GATEWAY_APP);
         let api_service = format!("{}=kubernetes", names::LABEL_SERVICE_NAME);
         vec![
+            FeedTask::new(self.in_all_namespaces::<core_v1::Node>(client, ""), &self.nodes),
+            FeedTask::new(self.in_all_namespaces::<peer::Peer>(client, ""), &self.peers),
+            FeedTask::new(self.in_all_namespaces::<policy::PeerPolicy>(client, ""), &self.policies),
             FeedTask::new(
-                self.in_all_namespaces::<core_v1::Node>(client, "nodes", ""),
-                &self.nodes,
-            ),
-            FeedTask::new(self.in_all_namespaces::<peer::Peer>(client, "peers", ""), &self.peers),
-            FeedTask::new(
-                self.in_all_namespaces::<policy::PeerPolicy>(client, "peerpolicies", ""),
-                &self.policies,
-            ),
-            FeedTask::new(
-                self.in_all_namespaces::<sandbox::SandboxAccess>(client, "sandboxaccesses", ""),
+                self.in_all_namespaces::<sandbox::SandboxAccess>(client, ""),
                 &self.accesses,
             ),
             FeedTask::new(
-                self.in_all_namespaces::<sandbox::SandboxGateway>(client, "sandboxgateways", ""),
+                self.in_all_namespaces::<sandbox::SandboxGateway>(client, ""),
                 &self.gateways,
             ),
             FeedTask::new(
-                self.in_all_namespaces::<core_v1::Pod>(client, "pods", &gateways),
+                self.in_all_namespaces::<core_v1::Pod>(client, &gateways),
                 &self.gateway_pods,
             ),
             FeedTask::new(
-                self.in_all_namespaces::<core_v1::Service>(client, "services", &ours),
+                self.in_all_namespaces::<core_v1::Service>(client, &ours),
                 &self.mirrored_services,
             ),
             FeedTask::new(
-                self.in_all_namespaces::<EndpointSlice>(client, "endpointslices", &ours),
+                self.in_all_namespaces::<EndpointSlice>(client, &ours),
                 &self.mirrored_slices,
             ),
             FeedTask::new(
-                self.in_namespace::<EndpointSlice>(client, "endpointslices", "default", &api_service),
+                self.in_namespace::<EndpointSlice>(client, "default", &api_service),
                 &self.api_slices,
             ),
         ]
@@ -263,15 +257,15 @@ impl MemberFeeds {
         let on_demand = self.on_demand();
         for namespace in interest.service_namespaces() {
             if let Some((services, slices)) = on_demand.services.get(&namespace) {
-                let resource = self.in_namespace::<core_v1::Service>(client, "services", &namespace, "");
+                let resource = self.in_namespace::<core_v1::Service>(client, &namespace, "");
                 tasks.insert(resource.description.clone(), FeedTask::on_demand(resource, services));
-                let resource = self.in_namespace::<EndpointSlice>(client, "endpointslices", &namespace, "");
+                let resource = self.in_namespace::<EndpointSlice>(client, &namespace, "");
                 tasks.insert(resource.description.clone(), FeedTask::on_demand(resource, slices));
             }
         }
         for namespace in &interest.pod_namespaces {
             if let Some(pods) = on_demand.pods.get(namespace) {
-                let resource = self.in_namespace::<core_v1::Pod>(client, "pods", namespace, "");
+                let resource = self.in_namespace::<core_v1::Pod>(client, namespace, "");
                 tasks.insert(resource.description.clone(), FeedTask::on_demand(resource, pods));
             }
         }
@@ -431,36 +425,32 @@ impl MemberFeeds {
         })
     }
 
-    fn in_all_namespaces<K: Resource<DynamicType = ()>>(
-        &self,
-        client: &Client,
-        kind: &str,
-        labels: &str,
-    ) -> WatchedResource {
+    fn in_all_namespaces<K: Resource<DynamicType = ()>>(&self, client: &Client, labels: &str) -> WatchedResource {
+        let kind = ApiResource::erase::<K>(&());
         WatchedResource {
-            api: Api::all_with(client.clone(), &ApiResource::erase::<K>(&())),
-            description: kind.to_owned(),
+            api: Api::all_with(client.clone(), &kind),
+            description: kind.plural.clone(),
+            kind,
             cluster: self.member.clone(),
             labels: labels.to_owned(),
             fields: String::new(),
-            is_from_crd: K::group(&()) == peer::Peer::group(&()),
         }
     }
 
     fn in_namespace<K: Resource<DynamicType = ()>>(
         &self,
         client: &Client,
-        kind: &str,
         namespace: &str,
         labels: &str,
     ) -> WatchedResource {
+        let kind = ApiResource::erase::<K>(&());
         WatchedResource {
-            api: Api::namespaced_with(client.clone(), namespace, &ApiResource::erase::<K>(&())),
-            description: format!("{kind} in namespace {namespace}"),
+            api: Api::namespaced_with(client.clone(), namespace, &kind),
+            description: format!("{} in namespace {namespace}", kind.plural),
+            kind,
             cluster: self.member.clone(),
             labels: labels.to_owned(),
             fields: String::new(),
-            is_from_crd: false,
         }
     }
 }

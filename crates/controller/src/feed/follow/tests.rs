@@ -8,10 +8,12 @@ use std::{
 };
 
 use bytes::Bytes;
+
 use clustermesh_access::{
     bounds::BoundLayer,
     memory::{Account, Memory},
 };
+use clustermesh_api::peer::Peer;
 use http::{Request, Response};
 use http_body::Frame;
 use k8s_openapi::api::core::v1::Node;
@@ -109,13 +111,14 @@ impl http_body::Body for ResponseBody {
 }
 
 fn resource(client: Client) -> WatchedResource {
+    let kind = ApiResource::erase::<Node>(&());
     WatchedResource {
-        api: Api::all_with(client, &ApiResource::erase::<Node>(&())),
+        api: Api::all_with(client, &kind),
+        kind,
         description: "nodes".into(),
         cluster: "a test".into(),
         labels: String::new(),
         fields: String::new(),
-        is_from_crd: false,
     }
 }
 
@@ -207,31 +210,71 @@ async fn watch_that_expires_once_leaves_the_feed_live() {
     assert_eq!(seen, [Trust::Pending, Trust::Live]);
 }
 
-/// A proxy answers 404 while the API server behind it does not run.
-#[tokio::test(start_paused = true)]
-async fn only_a_kind_from_a_crd_can_be_absent() {
-    for (is_from_crd, rows) in [(false, 1), (true, 0)] {
-        let lists = Arc::new(AtomicUsize::new(0));
-        let counted = Arc::clone(&lists);
-        let (mut resource, requests) = server_with(move |watch| {
-            let is_first_list = !watch && counted.fetch_add(1, Ordering::Relaxed) == 0;
-            if is_first_list {
-                (
-                    200,
-                    list_of(&json!([{"metadata": {"name": "a", "resourceVersion": "1"}}]), "").to_string(),
-                )
-            } else {
-                (404, "default backend - 404".to_owned())
+/// An API server that lists one Peer, and from then on answers with 404. `discovery` = its discovery documents: path, status and
+/// text.
+fn server_that_forgets_peers(discovery: &'static [(&str, u16, &str)]) -> WatchedResource {
+    let lists = Arc::new(AtomicUsize::new(0));
+    let service = tower::service_fn(move |request: Request<Body>| {
+        let path = request.uri().path();
+        let is_list =
+            path.ends_with("/peers") && !request.uri().query().is_some_and(|query| query.contains("watch=true"));
+        let (status, text) = match discovery.iter().find(|(known, ..)| *known == path) {
+            Some((_, status, document)) => (*status, (*document).to_owned()),
+            None if is_list && lists.fetch_add(1, Ordering::Relaxed) == 0 => {
+                let peers = json!([{"metadata": {"name": "a", "resourceVersion": "1"}}]);
+                (200, list_of(&peers, "").to_string())
             }
-        });
-        resource.is_from_crd = is_from_crd;
+            None => (404, "default backend - 404".to_owned()),
+        };
+        let body = ResponseBody::Whole(Some(text.into()));
+        let response = Response::builder().status(status).body(body);
+        std::future::ready(Ok::<_, BoxError>(response.expect("a response")))
+    });
+    let (client, kind) = (Client::new(service, "default"), ApiResource::erase::<Peer>(&()));
+    WatchedResource {
+        api: Api::all_with(client.clone(), &kind),
+        kind,
+        description: "peers".into(),
+        ..resource(client)
+    }
+}
+
+/// A proxy answers every request with 404 while the API server behind it does not run.
+#[tokio::test(start_paused = true)]
+async fn kind_is_absent_only_if_discovery_shows_it() {
+    const GROUP: &str = "/apis/kilo.squat.ai/v1alpha1";
+    const OTHER_GROUPS: &str = r#"{"kind": "APIGroupList", "apiVersion": "v1", "groups": [{"name": "apps", "versions": [{"groupVersion": "apps/v1", "version": "v1"}]}]}"#;
+    const NO_GROUPS: &str = r#"{"kind": "APIGroupList", "apiVersion": "v1", "groups": []}"#;
+    const OTHER_KINDS: &str = r#"{"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": "kilo.squat.ai/v1alpha1", "resources": [{"name": "peerpolicies", "singularName": "", "namespaced": false, "kind": "PeerPolicy", "verbs": ["list"]}]}"#;
+    const THIS_KIND: &str = r#"{"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": "kilo.squat.ai/v1alpha1", "resources": [{"name": "peers", "singularName": "", "namespaced": false, "kind": "Peer", "verbs": ["list"]}]}"#;
+    let cases: [(&str, &[_], bool); 6] = [
+        ("only a proxy answers", &[], false),
+        ("no API server answers", &[("/apis", 200, NO_GROUPS)], false),
+        (
+            "the kind is served",
+            &[(GROUP, 200, THIS_KIND), ("/apis", 200, OTHER_GROUPS)],
+            false,
+        ),
+        (
+            "other kinds of the group are served",
+            &[(GROUP, 200, OTHER_KINDS)],
+            true,
+        ),
+        ("other groups are served", &[("/apis", 200, OTHER_GROUPS)], true),
+        ("discovery is forbidden", &[(GROUP, 403, "")], true),
+    ];
+    for (what, discovery, is_absent) in cases {
         let feed = feed();
-        follow_ten_minutes(&resource, &feed, &requests).await;
-        assert!(lists.load(Ordering::Relaxed) > 1, "listed again");
-        assert_eq!(feed.is_absent(), is_from_crd);
-        assert_eq!(feed.read(BTreeMap::len), rows, "{:?}", feed.trust());
-        let is_broken = matches!(feed.trust(), Trust::Broken(why) if why.contains("does not know nodes (404)"));
-        assert_eq!(is_broken, !is_from_crd, "{:?}", feed.trust());
+        follow_ten_minutes(&server_that_forgets_peers(discovery), &feed, &AtomicUsize::new(0)).await;
+        let trust = feed.trust();
+        assert_eq!(
+            (trust == Trust::Absent, feed.is_absent()),
+            (is_absent, is_absent),
+            "{what}"
+        );
+        assert_eq!(feed.read(BTreeMap::len), usize::from(!is_absent), "{what}");
+        let is_broken = matches!(&trust, Trust::Broken(why) if why.contains("does not find peers (404)"));
+        assert_eq!(is_broken, !is_absent, "{what}: {trust:?}");
     }
 }
 
