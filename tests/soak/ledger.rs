@@ -95,11 +95,11 @@ impl Ledger {
         })
     }
 
-    /// Until when a delete may arrive that a doubt permits which ended at `to`.
+    /// A doubt ended at `to`. Returns until when a delete that it permits may arrive.
     fn end_of_grace(&self, to: i64) -> i64 {
         let grace = GRACE_SECONDS * 1_000_000;
         let mut until = to + grace;
-        // In the order of time, because no two pauses overlap.
+        // The earlier pauses come first, so each one sees the end that those before it allow.
         for pause in self.doubts.iter().filter(|doubt| doubt.scope == Scope::Pause) {
             // A delete during a pause is judged by `is_paused`.
             let end = pause.to.unwrap_or(i64::MAX - grace);

@@ -40,9 +40,9 @@ const MOVED_TIMEOUT: Duration = Duration::from_secs(15 + 5);
 /// How long an endpoint is tried before the next one: two initiations, the second after 5 s (Rekey-Timeout), with 3 s for its response.
 /// The agent checks this every 5 s, so a turn lasts 10 s.
 ///
-/// A NAT router keeps a mapping without packets for at least 30 s. Two nodes behind NATs each try the endpoints of the other in turns.
-/// With at most four endpoints each, one node's last packet to the right endpoint is at most 30 s old (three other turns) when the other
-/// node's turn at the right endpoint comes. So the mapping that the packet made still exists.
+/// A NAT router keeps a mapping without packets for at least 30 s. Two nodes A and B behind NATs each try the endpoints of the other in
+/// turns, at most four. A's packet to the endpoint at which B can be reached makes a mapping in A's NAT. It is followed by at most
+/// three turns (30 s) at B's other endpoints, so the mapping still exists when B's turn at A's endpoint comes.
 const ENDPOINT_TURN: Duration = Duration::from_secs(5 + 3);
 /// Bytes of a keepalive on the wire: a data message with an empty payload (header, counter, tag).
 pub const KEEPALIVE_BYTES: u64 = 32;

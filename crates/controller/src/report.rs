@@ -61,9 +61,9 @@ pub(crate) struct MemberDetails {
     pub(crate) unenforced: enforcement::Unenforced,
     /// The versions that the member reports.
     pub(crate) versions: versions::MemberVersions,
-    /// When the member last became in sync: the time of the last pass in which an object of the mesh in it differed from the plan.
-    /// If no object has differed since this process started: the time in the previous status, or, without one, the time of the
-    /// first pass that found all objects as planned. `None` = not known yet.
+    /// Since when all objects of the mesh in the member are as planned: the time of the last pass that found a difference, which was
+    /// corrected. If no pass since the start of this process found one: the time in the previous status, or, without one, the time
+    /// of the first pass. `None` = not known yet.
     pub(crate) last_sync: Option<meta::Time>,
 }
 

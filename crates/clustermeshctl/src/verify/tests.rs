@@ -196,7 +196,7 @@ async fn refused_socket_without_grant_is_no_violation() {
 }
 
 #[tokio::test]
-async fn own_and_underlay_allowed_addresses_are_not_probed() {
+async fn own_addresses_and_those_of_underlay_allows_are_not_probed() {
     let planned = planned().await;
     let notebooks = planned.inputs.clusters.get("notebooks").unwrap();
     let allowed: Vec<UnderlayAllowed> = ["192.0.2.7", "10.96.0.10:53"]

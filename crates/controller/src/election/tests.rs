@@ -127,17 +127,17 @@ async fn seconds(seconds: f32) {
 }
 
 /// Sends a request that writes, which the server never answers.
-fn write_with(client: Client) -> tokio::task::JoinHandle<kube::Result<Lease>> {
+fn write_with(client: Client) -> tokio::task::JoinHandle<kube::Result<()>> {
     tokio::spawn(async move {
         let objects: Api<k8s_openapi::api::core::v1::ConfigMap> = Api::namespaced(client, "ns");
         objects
             .create(&PostParams::default(), &Default::default())
             .await
-            .map(|_| Lease::default())
+            .map(|_| ())
     })
 }
 
-fn reason(result: kube::Result<Lease>) -> Option<NotPermitted> {
+fn reason(result: kube::Result<()>) -> Option<NotPermitted> {
     clustermesh_access::cause::<NotPermitted>(&result.expect_err("an error"))
 }
 

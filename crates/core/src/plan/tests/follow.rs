@@ -145,7 +145,7 @@ fn change_that_may_concern_other_nodes_is_not_followed() {
     assert_eq!(anew(policy), "an object other than a Node or Peer changed");
 }
 
-/// The objects of a source are deleted only while its member is fresh. Its state is in the plan.
+/// The plan contains whether a member is fresh, because objects that describe the member are deleted only then.
 #[test]
 fn changed_freshness_is_followed() {
     let mut mesh = Followed::new();
