@@ -16,6 +16,7 @@ use tokio::sync::{Notify, watch};
 use crate::api_error::sanitize;
 
 mod follow;
+mod not_found;
 mod table;
 mod weight;
 
@@ -212,7 +213,7 @@ impl<V: Clone + PartialEq> Feed<V> {
         self.lock().has_answer
     }
 
-    /// Whether the API server has shown that it does not serve the kind, and since then no list has made the feed current. Failed
+    /// Whether the API server has shown that it does not serve the kind, and the feed was not [`Trust::Live`] since then. Failed
     /// requests change nothing. A new connection begins with false ([`Cluster::MayDiffer`]).
     pub(crate) fn is_absent(&self) -> bool {
         self.lock().is_absent
@@ -278,6 +279,7 @@ impl<V: Clone + PartialEq> Feed<V> {
             let _ = table.charge.as_mut().map(|charge| charge.set(0));
             (table.has_answer, table.is_absent) = (true, true);
         }
+        table.is_absent &= trust != Trust::Live;
         table.trust = trust;
         drop(table);
         self.changed.notify_one();
@@ -373,8 +375,8 @@ impl<V: Clone + PartialEq> Feed<V> {
     /// Replaces the rows with a complete list. Rows of our own writes that are newer than the list stay, and so do the rows of listed
     /// objects that are malformed.
     ///
-    /// With `is_current` the trust becomes [`Trust::Live`], unless [`Self::read_again`] was called after the list began. Otherwise it does
-    /// not change.
+    /// With `is_current` the trust becomes [`Trust::Live`], unless [`Self::read_again`] was called after the list began. Otherwise only
+    /// [`Trust::Absent`] changes.
     fn replace(
         &self,
         List {
@@ -417,7 +419,12 @@ impl<V: Clone + PartialEq> Feed<V> {
         }
         table.last_list = table.last_list.max(number);
         let is_current = is_current && table.last_list >= *self.required_list.borrow();
-        let trust = if is_current { Trust::Live } else { table.trust.clone() };
+        let trust = match &table.trust {
+            _ if is_current => Trust::Live,
+            // The list shows that the kind exists.
+            Trust::Absent => Trust::Broken("a watch must last before the list of its API server counts".to_owned()),
+            trust => trust.clone(),
+        };
         let is_unchanged = table.has_answer
             && table.trust == trust
             && table.malformed == malformed_before
@@ -427,7 +434,7 @@ impl<V: Clone + PartialEq> Feed<V> {
                 .zip(&table.rows)
                 .all(|(a, b)| a.0 == b.0 && a.1.value == b.1.value);
         table.has_answer = true;
-        table.is_absent &= trust != Trust::Live;
+        table.is_absent &= !is_current;
         table.was_read = true;
         table.denied_since = None;
         table.trust = trust;

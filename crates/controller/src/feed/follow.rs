@@ -13,7 +13,10 @@ use kube::{
 };
 use tokio::{sync::watch, time::Instant};
 
-use super::{Feed, List, Trust, identity};
+use super::{
+    Feed, List, Trust, identity,
+    not_found::{Cause, find_cause},
+};
 use crate::api_error;
 
 /// Objects in one page of a list; a page of Nodes has about 1 MB. If a page exceeds a memory limit ([`OverBudget`]), it is requested
@@ -78,51 +81,29 @@ pub(crate) async fn follow<V: Clone + PartialEq>(resource: &WatchedResource, fee
             Err(error) => Err(error),
         };
         if let Err(mut error) = ended {
-            if matches!(&error, FollowError::Api(Error::Api(status)) if status.code == 404) {
-                let is_absent = tokio::select! {
-                    is_absent = is_absent(resource, feed) => is_absent,
-                    () = list_required(&mut progress.required_list) => continue,
-                };
-                if is_absent {
-                    error = FollowError::Absent;
+            if matches!(error, FollowError::NotFound(_)) {
+                let trust = feed.trust();
+                if trust == Trust::Live {
+                    // The feed must not count as current while discovery takes its time.
+                    report(resource, feed, &error, &mut progress);
                 }
+                let cause = if trust == Trust::Absent {
+                    // Discovery has shown it already, and no other request has failed since.
+                    Cause::NotServed
+                } else {
+                    let client = resource.api.clone().into_client();
+                    tokio::select! {
+                        biased;
+                        () = list_required(&mut progress.required_list) => continue,
+                        cause = find_cause(&client, &resource.kind) => cause,
+                    }
+                };
+                error = FollowError::NotFound(cause);
             }
             let pause = report(resource, feed, &error, &mut progress);
             progress.wait(pause).await;
         }
     }
-}
-
-/// Whether the API server does not serve a kind for which it answered with 404.
-///
-/// The 404 alone does not show this, because a proxy may answer every request with 404 while the API server behind it does not
-/// run. So the API server's discovery documents must show it, unless they have shown it and no request has failed since.
-async fn is_absent<V: Clone + PartialEq>(resource: &WatchedResource, feed: &Feed<V>) -> bool {
-    if feed.trust() == Trust::Absent {
-        return true;
-    }
-    let kind = &resource.kind;
-    if kind.group.is_empty() {
-        // Every API server has the kinds of the core group.
-        return false;
-    }
-    let client = resource.api.clone().into_client();
-    let discover = async {
-        match client.list_api_group_resources(&kind.api_version).await {
-            Ok(list) => return list.resources.iter().all(|served| served.name != kind.plural),
-            // The list of all groups must confirm it.
-            Err(Error::Api(status)) if status.code == 404 => {}
-            // An API server answers, and the account may not read discovery documents.
-            Err(Error::Api(status)) if status.code == 403 => return true,
-            Err(_) => return false,
-        }
-        client.list_api_groups().await.is_ok_and(|list| {
-            let mut versions = list.groups.iter().flat_map(|group| &group.versions);
-            // Every API server has groups. A document without groups is from something else.
-            !list.groups.is_empty() && versions.all(|served| served.group_version != kind.api_version)
-        })
-    };
-    tokio::time::timeout(REQUEST_TIMEOUT, discover).await.unwrap_or(false)
 }
 
 /// The state of [`follow`] between attempts.
@@ -182,8 +163,8 @@ enum FollowError {
     TooMany,
     /// A response, an event or all data of the member exceed a memory limit.
     OverBudget(OverBudget),
-    /// The API server does not serve the kind.
-    Absent,
+    /// The response was 404.
+    NotFound(Cause),
     Api(Error),
     TimedOut,
 }
@@ -192,6 +173,7 @@ impl From<Error> for FollowError {
     fn from(error: Error) -> Self {
         match error {
             Error::Api(status) if status.code == 410 => Self::Expired,
+            Error::Api(status) if status.code == 404 => Self::NotFound(Cause::Unknown),
             error => over_budget(&error).map_or(Self::Api(error), Self::OverBudget),
         }
     }
@@ -232,8 +214,18 @@ fn report<V: Clone + PartialEq>(
         ),
         FollowError::OverBudget(over) => (Trust::Broken(format!("{over} ({what})")), None),
         FollowError::TimedOut => (Trust::Broken(api_error::NO_ANSWER.to_owned()), None),
-        FollowError::Absent => (Trust::Absent, Some(ABSENT_RETRY)),
-        FollowError::Api(Error::Api(status)) if status.code == 404 => (
+        FollowError::NotFound(Cause::NotServed) => {
+            progress.backoff = new_backoff();
+            (Trust::Absent, Some(ABSENT_RETRY))
+        }
+        FollowError::NotFound(Cause::DiscoveryForbidden) => (
+            Trust::Denied(format!(
+                "its API server does not find {what} (404), and the account may not read the discovery documents (403), which the \
+                 ClusterRole system:discovery allows"
+            )),
+            None,
+        ),
+        FollowError::NotFound(Cause::Unknown) => (
             Trust::Broken(format!(
                 "its API server, or a proxy before it, does not find {what} (404)"
             )),

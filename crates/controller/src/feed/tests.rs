@@ -270,12 +270,16 @@ fn absent_kind_stays_absent_while_requests_fail() {
     assert!(!feed.is_absent(), "it was listed");
 }
 
-/// If an API server answers every watch with 410, its lists do not make the feed current. Such a list does not make an absent kind
-/// exist.
+/// If an API server answers every watch with 410, its lists do not make the feed current.
 #[test]
-fn list_that_is_not_current_leaves_an_absent_kind_absent() {
+fn absent_kind_exists_again_once_its_feed_is_live() {
     let feed = feed();
     feed.set_trust(Trust::Absent);
     feed.replace(list_of(&feed, vec![object("a", "1", json!({"n": 1}))], "1"), false);
-    assert_eq!((feed.trust(), feed.is_absent()), (Trust::Absent, true));
+    assert!(matches!(feed.trust(), Trust::Broken(_)), "{:?}", feed.trust());
+    assert!(feed.is_absent());
+    // A watch was open long enough.
+    feed.set_trust(Trust::Live);
+    assert!(!feed.is_absent());
+    assert_eq!(rows(&feed), [("a".into(), 1)]);
 }

@@ -8,7 +8,6 @@ use std::{
 };
 
 use bytes::Bytes;
-
 use clustermesh_access::{
     bounds::BoundLayer,
     memory::{Account, Memory},
@@ -210,72 +209,76 @@ async fn watch_that_expires_once_leaves_the_feed_live() {
     assert_eq!(seen, [Trust::Pending, Trust::Live]);
 }
 
-/// An API server that lists one Peer, and from then on answers with 404. `discovery` = its discovery documents: path, status and
-/// text.
-fn server_that_forgets_peers(discovery: &'static [(&str, u16, &str)]) -> WatchedResource {
-    let lists = Arc::new(AtomicUsize::new(0));
+/// An API server that lists one Peer once, and then answers with 404. `discovery` = the status and text of each discovery document;
+/// status 0 = no response. Also returns the number of requests for such documents.
+fn server_that_forgets_peers((status, text): (u16, &'static str)) -> (WatchedResource, Arc<AtomicUsize>) {
+    let (lists, discoveries) = (AtomicUsize::new(0), Arc::new(AtomicUsize::new(0)));
+    let counted = Arc::clone(&discoveries);
     let service = tower::service_fn(move |request: Request<Body>| {
-        let path = request.uri().path();
-        let is_list =
-            path.ends_with("/peers") && !request.uri().query().is_some_and(|query| query.contains("watch=true"));
-        let (status, text) = match discovery.iter().find(|(known, ..)| *known == path) {
-            Some((_, status, document)) => (*status, (*document).to_owned()),
-            None if is_list && lists.fetch_add(1, Ordering::Relaxed) == 0 => {
-                let peers = json!([{"metadata": {"name": "a", "resourceVersion": "1"}}]);
-                (200, list_of(&peers, "").to_string())
-            }
-            None => (404, "default backend - 404".to_owned()),
+        let is_of_peers = request.uri().path().ends_with("/peers");
+        let is_watch = request.uri().query().is_some_and(|query| query.contains("watch=true"));
+        let (status, text) = if !is_of_peers {
+            counted.fetch_add(1, Ordering::Relaxed);
+            (status, text.to_owned())
+        } else if !is_watch && lists.fetch_add(1, Ordering::Relaxed) == 0 {
+            let peers = json!([{"metadata": {"name": "a", "resourceVersion": "1"}}]);
+            (200, list_of(&peers, "").to_string())
+        } else {
+            (404, "default backend - 404".to_owned())
         };
-        let body = ResponseBody::Whole(Some(text.into()));
-        let response = Response::builder().status(status).body(body);
-        std::future::ready(Ok::<_, BoxError>(response.expect("a response")))
+        async move {
+            if status == 0 {
+                std::future::pending().await
+            }
+            let body = ResponseBody::Whole(Some(text.into()));
+            let response = Response::builder().status(status).body(body);
+            Ok::<_, BoxError>(response.expect("a response"))
+        }
     });
     let (client, kind) = (Client::new(service, "default"), ApiResource::erase::<Peer>(&()));
-    WatchedResource {
+    let resource = WatchedResource {
         api: Api::all_with(client.clone(), &kind),
         kind,
         description: "peers".into(),
         ..resource(client)
-    }
+    };
+    (resource, discoveries)
 }
 
 /// A proxy answers every request with 404 while the API server behind it does not run.
 #[tokio::test(start_paused = true)]
-async fn kind_is_absent_only_if_discovery_shows_it() {
-    const GROUP: &str = "/apis/kilo.squat.ai/v1alpha1";
-    const OTHER_GROUPS: &str = r#"{"kind": "APIGroupList", "apiVersion": "v1", "groups": [{"name": "apps", "versions": [{"groupVersion": "apps/v1", "version": "v1"}]}]}"#;
-    const NO_GROUPS: &str = r#"{"kind": "APIGroupList", "apiVersion": "v1", "groups": []}"#;
-    const OTHER_KINDS: &str = r#"{"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": "kilo.squat.ai/v1alpha1", "resources": [{"name": "peerpolicies", "singularName": "", "namespaced": false, "kind": "PeerPolicy", "verbs": ["list"]}]}"#;
-    const THIS_KIND: &str = r#"{"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": "kilo.squat.ai/v1alpha1", "resources": [{"name": "peers", "singularName": "", "namespaced": false, "kind": "Peer", "verbs": ["list"]}]}"#;
-    let cases: [(&str, &[_], bool); 6] = [
-        ("only a proxy answers", &[], false),
-        ("no API server answers", &[("/apis", 200, NO_GROUPS)], false),
+async fn kind_with_404_keeps_its_rows_unless_it_is_not_served() {
+    const OTHER_KINDS: &str = r#"{"groupVersion": "kilo.squat.ai/v1alpha1", "resources": [{"name": "peerpolicies", "singularName": "", "namespaced": false, "kind": "PeerPolicy", "verbs": []}]}"#;
+    for (document, trust, is_absent) in [
         (
-            "the kind is served",
-            &[(GROUP, 200, THIS_KIND), ("/apis", 200, OTHER_GROUPS)],
+            (404, ""),
+            "Broken(\"its API server, or a proxy before it, does not find peers (404)\")",
             false,
         ),
         (
-            "other kinds of the group are served",
-            &[(GROUP, 200, OTHER_KINDS)],
-            true,
+            (403, ""),
+            "Denied(\"its API server does not find peers (404), and the account may not read",
+            false,
         ),
-        ("other groups are served", &[("/apis", 200, OTHER_GROUPS)], true),
-        ("discovery is forbidden", &[(GROUP, 403, "")], true),
-    ];
-    for (what, discovery, is_absent) in cases {
-        let feed = feed();
-        follow_ten_minutes(&server_that_forgets_peers(discovery), &feed, &AtomicUsize::new(0)).await;
-        let trust = feed.trust();
-        assert_eq!(
-            (trust == Trust::Absent, feed.is_absent()),
-            (is_absent, is_absent),
-            "{what}"
-        );
-        assert_eq!(feed.read(BTreeMap::len), usize::from(!is_absent), "{what}");
-        let is_broken = matches!(&trust, Trust::Broken(why) if why.contains("does not find peers (404)"));
-        assert_eq!(is_broken, !is_absent, "{what}: {trust:?}");
+        ((200, OTHER_KINDS), "Absent", true),
+    ] {
+        let (feed, (resource, discoveries)) = (feed(), server_that_forgets_peers(document));
+        follow_ten_minutes(&resource, &feed, &discoveries).await;
+        let found = format!("{:?}", feed.trust());
+        assert!(found.starts_with(trust), "{found}");
+        assert_eq!((feed.is_absent(), feed.is_forbidden()), (is_absent, false));
+        assert_eq!(feed.read(BTreeMap::len), usize::from(!is_absent), "{found}");
+        // An absent kind is requested every 3 s, without discovery.
+        assert_eq!(discoveries.load(Ordering::Relaxed) == 1, is_absent, "{found}");
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn feed_is_not_current_while_the_cause_of_a_404_is_sought() {
+    let (feed, (resource, discoveries)) = (feed(), server_that_forgets_peers((0, "")));
+    let _ = tokio::time::timeout(Duration::from_secs(10), follow(&resource, &feed)).await;
+    assert_eq!(discoveries.load(Ordering::Relaxed), 1);
+    assert!(matches!(feed.trust(), Trust::Broken(_)), "{:?}", feed.trust());
 }
 
 #[tokio::test(start_paused = true)]
