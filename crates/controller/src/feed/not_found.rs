@@ -126,12 +126,12 @@ mod tests {
         ] {
             assert_eq!(cause(documents.clone()).await, Cause::Unknown, "{documents:?}");
         }
+        let forbidden = json!({
+            "kind": "Status", "apiVersion": "v1", "status": "Failure", "code": 403, "reason": "Forbidden", "message": "",
+        });
         for path in [GROUP, "/apis"] {
-            assert_eq!(
-                cause(vec![(path, 403, json!({}))]).await,
-                Cause::DiscoveryForbidden,
-                "{path}"
-            );
+            let documents = vec![(path, 403, forbidden.clone())];
+            assert_eq!(cause(documents).await, Cause::DiscoveryForbidden, "{path}");
         }
     }
 
