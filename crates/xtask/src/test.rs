@@ -10,7 +10,7 @@ use std::{
     path::{Path, PathBuf},
     process::{Command, Stdio},
     thread,
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 use anyhow::{Context, bail};
@@ -28,7 +28,7 @@ use xtask::{
 
 use crate::leftovers::MachineState;
 use count::{Counts, Scope};
-use jobs::{JobResult, Parallel, Program};
+use jobs::{JobResult, Program};
 
 /// The integration tests that `--quick` runs. Of these only `schema` needs a cluster: one API server. The tests that
 /// `--quick` leaves out need several clusters, network namespaces or a virtual machine.
@@ -133,12 +133,9 @@ fn run_jobs(programs: Vec<Program>, bin_directory: &Path) -> anyhow::Result<(Cou
     if lacks_kilo {
         jobs.retain(|job| job.name != KILO);
     }
-    // Tests with clusters wait about a third of their time, and most others wait longer.
-    let parallel = Parallel {
-        always: cores + 1,
-        extra: cores,
-    };
-    let results = jobs::run(jobs, parallel, || has_idle_time(cores), bin_directory)?;
+    // Tests with clusters wait about a third of their time, so one job more than there are processors keeps the
+    // processors busier.
+    let results = jobs::run(jobs, cores + 1, bin_directory)?;
     let failed = results.iter().filter(|result| !result.counts.is_success());
     let failed = failed.map(|result| result.name.clone()).collect();
     let counts = results.iter().map(|result| result.counts).sum();
@@ -150,14 +147,6 @@ fn run_jobs(programs: Vec<Program>, bin_directory: &Path) -> anyhow::Result<(Cou
         println!("xtask: not run: {KILO}. To run it, set {KG_BIN} to the path of Kilo's program kg");
     }
     Ok((counts, failed))
-}
-
-/// Whether the processors are idle for at least 15 % of the next 5 s.
-fn has_idle_time(cores: usize) -> anyhow::Result<bool> {
-    const MEASURED: Duration = Duration::from_secs(5);
-    let before = busy_seconds()?;
-    thread::sleep(MEASURED);
-    Ok(busy_seconds()? - before < 0.85 * MEASURED.as_secs_f64() * cores as f64)
 }
 
 /// The time in seconds for which the processors of this machine have been busy since its start (proc_stat(5)).

@@ -86,43 +86,17 @@ fn modules(list: &str) -> BTreeMap<String, Vec<String>> {
     modules
 }
 
-/// How many jobs run at a time.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Parallel {
-    /// So many run as long as there are jobs.
-    pub(super) always: usize,
-    /// So many more run at most. Each starts when the processors were idle for part of the time just before.
-    pub(super) extra: usize,
-}
-
-/// Runs the jobs in their order. `has_idle_time` measures for some seconds whether the processors have time for another job.
-pub(super) fn run(
-    jobs: Vec<Job>,
-    parallel: Parallel,
-    has_idle_time: impl Fn() -> anyhow::Result<bool> + Sync,
-    bin_directory: &Path,
-) -> anyhow::Result<Vec<JobResult>> {
+/// Runs the jobs in their order, `parallel` at a time.
+pub(super) fn run(jobs: Vec<Job>, parallel: usize, bin_directory: &Path) -> anyhow::Result<Vec<JobResult>> {
     let queue = Mutex::new(VecDeque::from(jobs));
-    let lock = || queue.lock().unwrap_or_else(PoisonError::into_inner);
-    let measured = Mutex::new(());
-    let next = |is_extra: bool| {
-        // One thread measures at a time, so that the next one measures with the job that this one starts.
-        let _measured = is_extra.then(|| measured.lock().unwrap_or_else(PoisonError::into_inner));
-        while is_extra && !lock().is_empty() && !has_idle_time()? {}
-        anyhow::Ok(lock().pop_front())
+    let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
+    let work = || {
+        std::iter::from_fn(next)
+            .map(|job| job.run(bin_directory))
+            .collect::<anyhow::Result<Vec<_>>>()
     };
-    let work = |is_extra: bool| {
-        let mut results = Vec::new();
-        while let Some(job) = next(is_extra)? {
-            results.push(job.run(bin_directory)?);
-        }
-        anyhow::Ok(results)
-    };
-    let work = &work;
     let results = thread::scope(|scope| {
-        let threads: Vec<_> = (0..parallel.always + parallel.extra)
-            .map(|thread| scope.spawn(move || work(thread >= parallel.always)))
-            .collect();
+        let threads: Vec<_> = (0..parallel).map(|_| scope.spawn(work)).collect();
         let results = threads.into_iter().map(|thread| {
             let result = thread.join();
             result.unwrap_or_else(|_| bail!("a thread of the tests panicked"))
@@ -190,8 +164,6 @@ impl Job {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicUsize, Ordering};
-
     use super::*;
 
     const PASSED: &str =
@@ -223,15 +195,9 @@ mod tests {
             program("silent", "exit 0".to_owned()),
             program("killed", format!("echo '{PASSED}'; kill -9 $$")),
         ];
-        for (always, extra) in [(1, 0), (3, 0), (1, 2), (0, 1)] {
+        for parallel in [1, 3] {
             let jobs = divide(programs.clone(), Path::new("/")).expect("scripts");
-            let asked = AtomicUsize::new(0);
-            let has_idle_time = || Ok(asked.fetch_add(1, Ordering::Relaxed) % 2 == 1);
-            let results = run(jobs, Parallel { always, extra }, has_idle_time, Path::new("/")).expect("they start");
-            assert!(
-                always > 0 || asked.into_inner() == 2 * programs.len(),
-                "each extra job waited"
-            );
+            let results = run(jobs, parallel, Path::new("/")).expect("they start");
             let counts: Counts = results.iter().map(|result| result.counts).sum();
             // `silent` prints no result, and `killed` dies after all its tests have passed: each counts as one failure.
             assert_eq!(counts.to_string(), "7 passed, 3 failed");
@@ -246,8 +212,7 @@ mod tests {
             ..programs[0].clone()
         };
         let jobs = divide(vec![nowhere, programs[0].clone()], Path::new("/")).expect("unit tests are not listed");
-        let parallel = Parallel { always: 2, extra: 0 };
-        assert!(run(jobs, parallel, || Ok(true), Path::new("/")).is_err());
+        assert!(run(jobs, 2, Path::new("/")).is_err());
     }
 
     #[test]
