@@ -37,7 +37,7 @@ pub(crate) enum Trust {
     Broken(String),
     /// The API server does not serve the kind: the CRD is not installed.
     Absent,
-    /// The controller may not read the kind (403). Contains the missing permission.
+    /// The controller may not read the kind, or may not read whether it exists (403). Contains the missing permission.
     Denied(String),
 }
 
@@ -270,7 +270,9 @@ impl<V: Clone + PartialEq> Feed<V> {
             }
             return false;
         }
-        table.denied_since = matches!(trust, Trust::Denied(_)).then(tokio::time::Instant::now);
+        if !matches!((&table.trust, &trust), (Trust::Denied(_), Trust::Denied(_))) {
+            table.denied_since = matches!(trust, Trust::Denied(_)).then(tokio::time::Instant::now);
+        }
         if trust == Trust::Absent {
             table.rows.clear();
             table.mark_all_changed();
@@ -278,6 +280,8 @@ impl<V: Clone + PartialEq> Feed<V> {
             // A reduction of the charge never fails.
             let _ = table.charge.as_mut().map(|charge| charge.set(0));
             (table.has_answer, table.is_absent) = (true, true);
+            // If the kind becomes forbidden later, no object of it is known to exist.
+            table.was_read = false;
         }
         table.is_absent &= trust != Trust::Live;
         table.trust = trust;
@@ -422,7 +426,7 @@ impl<V: Clone + PartialEq> Feed<V> {
         let trust = match &table.trust {
             _ if is_current => Trust::Live,
             // The list shows that the kind exists.
-            Trust::Absent => Trust::Broken("a watch must last before the list of its API server counts".to_owned()),
+            Trust::Absent => Trust::Broken("its API server has not kept a watch open for 20 s yet".to_owned()),
             trust => trust.clone(),
         };
         let is_unchanged = table.has_answer

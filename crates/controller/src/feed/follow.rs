@@ -45,6 +45,7 @@ const ABSENT_RETRY: Duration = Duration::from_secs(3);
 /// What to list and watch.
 #[derive(Debug, Clone)]
 pub(crate) struct WatchedResource {
+    /// Group, version and name of the kind, by which discovery documents name it.
     pub(crate) kind: ApiResource,
     /// The objects of the kind, in one namespace or in all namespaces.
     pub(crate) api: Api<DynamicObject>,
@@ -88,7 +89,7 @@ pub(crate) async fn follow<V: Clone + PartialEq>(resource: &WatchedResource, fee
                     report(resource, feed, &error, &mut progress);
                 }
                 let cause = if trust == Trust::Absent {
-                    // Discovery has shown it already, and no other request has failed since.
+                    // Discovery has shown it already.
                     Cause::NotServed
                 } else {
                     let client = resource.api.clone().into_client();

@@ -18,6 +18,7 @@ pub(super) enum Cause {
     NotServed,
     /// The account may not read the discovery documents (403).
     DiscoveryForbidden,
+    /// The discovery documents contain the kind, or are not those of an API server, or cannot be read.
     Unknown,
 }
 

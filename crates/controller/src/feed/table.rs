@@ -30,7 +30,7 @@ pub(super) struct Table<V> {
     pub(super) has_answer: bool,
     /// See [`super::Feed::is_absent`]. Always true while the trust is [`Trust::Absent`].
     pub(super) is_absent: bool,
-    /// The kind was listed completely at least once.
+    /// The kind was listed completely, and did not become absent since then.
     pub(super) was_read: bool,
     /// Since when the API server has refused to list or watch the kind (403).
     pub(super) denied_since: Option<tokio::time::Instant>,

@@ -243,6 +243,25 @@ fn kind_that_was_never_read_is_forbidden_after_ten_seconds_of_403() {
     assert_eq!((rows(&read), read.has_answer()), (vec![("a".into(), 1)], true));
 }
 
+#[tokio::test(start_paused = true)]
+async fn kind_stays_forbidden_while_only_the_reason_changes() {
+    let feed = feed();
+    feed.set_trust(Trust::Denied("no right to list it".into()));
+    tokio::time::advance(FORBIDDEN_AFTER).await;
+    feed.set_trust(Trust::Denied("no right to read whether it exists".into()));
+    assert!(feed.is_forbidden());
+}
+
+#[test]
+fn kind_that_was_read_and_then_absent_can_become_forbidden() {
+    let feed = feed();
+    replace(&feed, vec![object("a", "1", json!({"n": 1}))], "1");
+    feed.set_trust(Trust::Absent);
+    feed.set_trust(Trust::Denied("403".into()));
+    feed.lock().denied_since = tokio::time::Instant::now().checked_sub(FORBIDDEN_AFTER);
+    assert!(feed.is_forbidden());
+}
+
 #[test]
 fn absent_kind_is_empty_and_counts_as_an_answer() {
     let feed = feed();

@@ -30,6 +30,8 @@ pub(super) async fn serve(
     mut interest_receiver: watch::Receiver<Interest>,
 ) {
     let fence = writer.fence.clone();
+    // Before the credentials are ready. Otherwise a pass in between would see the rows of the last connection as fresh.
+    shared.feeds.read_again(feed::Cluster::MayDiffer);
     shared.update_connection(|connection| {
         connection.credentials = Credentials::Ready(client.clone(), expiry);
         connection.writer = Some(writer);
@@ -37,7 +39,6 @@ pub(super) async fn serve(
         // The new client may reach another cluster, to which the old UID does not belong.
         connection.uid = None;
     });
-    shared.feeds.read_again(feed::Cluster::MayDiffer);
 
     let mut tasks = JoinSet::new();
     // A leader takes the Lease in the member while it reads the member's objects. Otherwise the first write would wait for

@@ -209,9 +209,9 @@ async fn watch_that_expires_once_leaves_the_feed_live() {
     assert_eq!(seen, [Trust::Pending, Trust::Live]);
 }
 
-/// An API server that lists one Peer once, and then answers with 404. `discovery` = the status and text of each discovery document;
+/// An API server that answers the first `answered` lists with one Peer, and all later requests with 404. `discovery` = the status and text of each discovery document;
 /// status 0 = no response. Also returns the number of requests for such documents.
-fn server_that_forgets_peers((status, text): (u16, &'static str)) -> (WatchedResource, Arc<AtomicUsize>) {
+fn server_without_peers(answered: usize, (status, text): (u16, &'static str)) -> (WatchedResource, Arc<AtomicUsize>) {
     let (lists, discoveries) = (AtomicUsize::new(0), Arc::new(AtomicUsize::new(0)));
     let counted = Arc::clone(&discoveries);
     let service = tower::service_fn(move |request: Request<Body>| {
@@ -220,7 +220,7 @@ fn server_that_forgets_peers((status, text): (u16, &'static str)) -> (WatchedRes
         let (status, text) = if !is_of_peers {
             counted.fetch_add(1, Ordering::Relaxed);
             (status, text.to_owned())
-        } else if !is_watch && lists.fetch_add(1, Ordering::Relaxed) == 0 {
+        } else if !is_watch && lists.fetch_add(1, Ordering::Relaxed) < answered {
             let peers = json!([{"metadata": {"name": "a", "resourceVersion": "1"}}]);
             (200, list_of(&peers, "").to_string())
         } else {
@@ -262,7 +262,7 @@ async fn kind_with_404_keeps_its_rows_unless_it_is_not_served() {
         ),
         ((200, OTHER_KINDS), "Absent", true),
     ] {
-        let (feed, (resource, discoveries)) = (feed(), server_that_forgets_peers(document));
+        let (feed, (resource, discoveries)) = (feed(), server_without_peers(1, document));
         follow_ten_minutes(&resource, &feed, &discoveries).await;
         let found = format!("{:?}", feed.trust());
         assert!(found.starts_with(trust), "{found}");
@@ -274,8 +274,16 @@ async fn kind_with_404_keeps_its_rows_unless_it_is_not_served() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn kind_that_was_never_read_is_forbidden_where_discovery_is_forbidden() {
+    let (feed, (resource, discoveries)) = (feed(), server_without_peers(0, (403, "")));
+    follow_ten_minutes(&resource, &feed, &discoveries).await;
+    assert!(matches!(feed.trust(), Trust::Denied(_)), "{:?}", feed.trust());
+    assert_eq!((feed.is_forbidden(), feed.is_absent()), (true, false));
+}
+
+#[tokio::test(start_paused = true)]
 async fn feed_is_not_current_while_the_cause_of_a_404_is_sought() {
-    let (feed, (resource, discoveries)) = (feed(), server_that_forgets_peers((0, "")));
+    let (feed, (resource, discoveries)) = (feed(), server_without_peers(1, (0, "")));
     let _ = tokio::time::timeout(Duration::from_secs(10), follow(&resource, &feed)).await;
     assert_eq!(discoveries.load(Ordering::Relaxed), 1);
     assert!(matches!(feed.trust(), Trust::Broken(_)), "{:?}", feed.trust());
