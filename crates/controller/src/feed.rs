@@ -219,14 +219,15 @@ impl<V: Clone + PartialEq> Feed<V> {
         self.lock().is_absent
     }
 
-    /// For how long the API server has refused to list or watch the kind (403). `None` = the last request was not refused.
+    /// For how long the trust has been [`Trust::Denied`]. `None` = the last request was not refused.
     pub(crate) fn denied_for(&self) -> Option<Duration> {
         self.lock().denied_since.map(|since| since.elapsed())
     }
 
-    /// Whether the API server refused for [`FORBIDDEN_AFTER`] to list the kind. Such a kind is treated like a kind that does not exist.
+    /// Whether the trust has been [`Trust::Denied`] for [`FORBIDDEN_AFTER`]. Such a kind is treated like a kind that does not exist.
     ///
-    /// A kind that was listed before is not forbidden: its objects still exist although they cannot be read now.
+    /// A kind that was listed before, and was not absent since then, is not forbidden: its objects may exist although they
+    /// cannot be read now.
     pub(crate) fn is_forbidden(&self) -> bool {
         let table = self.lock();
         !table.was_read
@@ -270,9 +271,9 @@ impl<V: Clone + PartialEq> Feed<V> {
             }
             return false;
         }
-        if !matches!((&table.trust, &trust), (Trust::Denied(_), Trust::Denied(_))) {
-            table.denied_since = matches!(trust, Trust::Denied(_)).then(tokio::time::Instant::now);
-        }
+        // Another reason for the refusal does not begin its time anew.
+        let since = table.denied_since.unwrap_or_else(tokio::time::Instant::now);
+        table.denied_since = matches!(trust, Trust::Denied(_)).then_some(since);
         if trust == Trust::Absent {
             table.rows.clear();
             table.mark_all_changed();
@@ -379,8 +380,8 @@ impl<V: Clone + PartialEq> Feed<V> {
     /// Replaces the rows with a complete list. Rows of our own writes that are newer than the list stay, and so do the rows of listed
     /// objects that are malformed.
     ///
-    /// With `is_current` the trust becomes [`Trust::Live`], unless [`Self::read_again`] was called after the list began. Otherwise only
-    /// [`Trust::Absent`] changes.
+    /// With `is_current` the trust becomes [`Trust::Live`], unless [`Self::read_again`] was called after the list began. Otherwise
+    /// [`Trust::Absent`] becomes [`Trust::Broken`], and any other trust stays.
     fn replace(
         &self,
         List {
@@ -426,7 +427,7 @@ impl<V: Clone + PartialEq> Feed<V> {
         let trust = match &table.trust {
             _ if is_current => Trust::Live,
             // The list shows that the kind exists.
-            Trust::Absent => Trust::Broken("its API server has not kept a watch open for 20 s yet".to_owned()),
+            Trust::Absent => Trust::Broken("its API server has not kept a watch open long enough yet".to_owned()),
             trust => trust.clone(),
         };
         let is_unchanged = table.has_answer

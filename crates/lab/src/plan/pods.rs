@@ -12,9 +12,9 @@ pub(crate) const VXLAN_OVERHEAD: u16 = 50;
 
 impl LabPlan {
     /// Turns the nodes of `cluster` into workers. A worker is a pod of the cluster `host`; the pods are on the nodes of `host` with
-    /// the numbers `nodes` (see [`NodeNetwork::Pods`]). Where `i` is the index of `cluster` in the plan, its workers get the subnet number 200 + `i` of
-    /// the host's pod range, and its API server also gets a ClusterIP in the host: number 100 + `i` of the Service range.
-    /// The cluster's own pod network becomes a VXLAN, because [`PodNetwork::HostGateway`] needs all nodes on one link, and
+    /// the numbers `nodes` (see [`NodeNetwork::Pods`]). Where `i` is the index of `cluster` in the plan, its workers get the subnet
+    /// number 200 + `i` of the host's pod range, and its API server also gets a ClusterIP in the host: number 100 + `i` of
+    /// the Service range. The cluster's own pod network becomes a VXLAN, because [`PodNetwork::HostGateway`] needs all nodes on one link, and
     /// workers may be on several.
     ///
     /// # Panics

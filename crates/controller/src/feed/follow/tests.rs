@@ -209,8 +209,8 @@ async fn watch_that_expires_once_leaves_the_feed_live() {
     assert_eq!(seen, [Trust::Pending, Trust::Live]);
 }
 
-/// An API server that answers the first `answered` lists with one Peer, and all later requests with 404. `discovery` = the status and text of each discovery document;
-/// status 0 = no response. Also returns the number of requests for such documents.
+/// An API server that answers the first `answered` lists with one Peer, and all later requests with 404. Each discovery document has
+/// this status and text; status 0 = no response. Also returns the number of requests for such documents.
 fn server_without_peers(answered: usize, (status, text): (u16, &'static str)) -> (WatchedResource, Arc<AtomicUsize>) {
     let (lists, discoveries) = (AtomicUsize::new(0), Arc::new(AtomicUsize::new(0)));
     let counted = Arc::clone(&discoveries);
