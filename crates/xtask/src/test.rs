@@ -133,9 +133,7 @@ fn run_jobs(programs: Vec<Program>, bin_directory: &Path) -> anyhow::Result<(Cou
     if lacks_kilo {
         jobs.retain(|job| job.name != KILO);
     }
-    // Tests with clusters wait about a third of their time, so one job more than there are processors keeps the
-    // processors busier.
-    let results = jobs::run(jobs, cores + 1, bin_directory)?;
+    let results = jobs::run(jobs, jobs::shares(cores), bin_directory)?;
     let failed = results.iter().filter(|result| !result.counts.is_success());
     let failed = failed.map(|result| result.name.clone()).collect();
     let counts = results.iter().map(|result| result.counts).sum();

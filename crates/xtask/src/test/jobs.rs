@@ -2,11 +2,12 @@
 //! of its top-level modules, one after the other. Tests of different jobs share no namespaces or clusters, only the machine.
 
 use std::{
-    collections::{BTreeMap, VecDeque},
+    collections::BTreeMap,
     io::{Read, Seek},
+    panic::{AssertUnwindSafe, catch_unwind},
     path::{Path, PathBuf},
     process::{Command, Stdio},
-    sync::{Mutex, PoisonError},
+    sync::mpsc,
     thread,
     time::{Duration, Instant},
 };
@@ -17,6 +18,19 @@ use super::{SEQUENTIAL, count::Counts};
 
 /// Programs whose modules take minutes. They start first, in this order, so that no long job starts near the end.
 const LONGEST: [&str; 6] = ["machine", "mesh", "reconcile", "lab", "node", "kernel"];
+
+/// Programs whose jobs run whole clusters or a virtual machine.
+const HEAVY: [&str; 3] = ["machine", "mesh", "lab"];
+
+/// The shares of the processors that jobs take, in sixths of one processor. Measured: a job of [`HEAVY`] keeps a processor busy for half of
+/// its time, a job of `reconcile` or `node` for a third. The rest of the time they wait.
+const SHARE_OF_HEAVY_JOB: usize = 3;
+const SHARE_OF_LIGHT_JOB: usize = 2;
+
+/// The sixths of the processors for jobs. One is left for the system: with none, tests in the virtual machine time out.
+pub(super) fn shares(processors: usize) -> usize {
+    6 * processors - 1
+}
 
 /// Programs that are not divided: `machine` boots one virtual machine for all its tests.
 const UNDIVIDED: [&str; 1] = ["machine"];
@@ -86,24 +100,35 @@ fn modules(list: &str) -> BTreeMap<String, Vec<String>> {
     modules
 }
 
-/// Runs the jobs in their order, `parallel` at a time.
-pub(super) fn run(jobs: Vec<Job>, parallel: usize, bin_directory: &Path) -> anyhow::Result<Vec<JobResult>> {
-    let queue = Mutex::new(VecDeque::from(jobs));
-    let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
-    let work = || {
-        std::iter::from_fn(next)
-            .map(|job| job.run(bin_directory))
-            .collect::<anyhow::Result<Vec<_>>>()
-    };
-    let results = thread::scope(|scope| {
-        let threads: Vec<_> = (0..parallel).map(|_| scope.spawn(work)).collect();
-        let results = threads.into_iter().map(|thread| {
-            let result = thread.join();
-            result.unwrap_or_else(|_| bail!("a thread of the tests panicked"))
-        });
-        results.collect::<anyhow::Result<Vec<_>>>()
-    })?;
-    Ok(results.into_iter().flatten().collect())
+/// Runs the jobs. Whenever shares are free, the first job that needs no more than these starts; with none running, any job does.
+pub(super) fn run(jobs: Vec<Job>, shares: usize, bin_directory: &Path) -> anyhow::Result<Vec<JobResult>> {
+    let mut queue = jobs;
+    let (sender, finished) = mpsc::channel();
+    thread::scope(|scope| {
+        let mut results = Vec::new();
+        let (mut used, mut running) = (0, 0);
+        loop {
+            let next = queue
+                .iter()
+                .position(|job| running == 0 || used + job.share() <= shares);
+            if let Some(next) = next {
+                let job = queue.remove(next);
+                (used, running) = (used + job.share(), running + 1);
+                let sender = sender.clone();
+                scope.spawn(move || {
+                    let result = catch_unwind(AssertUnwindSafe(|| job.run(bin_directory)));
+                    sender.send((job.share(), result))
+                });
+                continue;
+            }
+            if running == 0 {
+                return Ok(results);
+            }
+            let (share, result) = finished.recv().context("no job is left")?;
+            (used, running) = (used - share, running - 1);
+            results.push(result.unwrap_or_else(|_| bail!("a thread of the tests panicked"))?);
+        }
+    })
 }
 
 impl Program {
@@ -131,6 +156,14 @@ impl Program {
 }
 
 impl Job {
+    fn share(&self) -> usize {
+        if HEAVY.contains(&&*self.program.name) {
+            SHARE_OF_HEAVY_JOB
+        } else {
+            SHARE_OF_LIGHT_JOB
+        }
+    }
+
     /// Runs the job as cargo would. Prints the output only after the process has exited, because several jobs run at once.
     fn run(&self, bin_directory: &Path) -> anyhow::Result<JobResult> {
         let start = Instant::now();
@@ -195,9 +228,9 @@ mod tests {
             program("silent", "exit 0".to_owned()),
             program("killed", format!("echo '{PASSED}'; kill -9 $$")),
         ];
-        for parallel in [1, 3] {
+        for shares in [1, 6] {
             let jobs = divide(programs.clone(), Path::new("/")).expect("scripts");
-            let results = run(jobs, parallel, Path::new("/")).expect("they start");
+            let results = run(jobs, shares, Path::new("/")).expect("they start");
             let counts: Counts = results.iter().map(|result| result.counts).sum();
             // `silent` prints no result, and `killed` dies after all its tests have passed: each counts as one failure.
             assert_eq!(counts.to_string(), "7 passed, 3 failed");
@@ -213,6 +246,30 @@ mod tests {
         };
         let jobs = divide(vec![nowhere, programs[0].clone()], Path::new("/")).expect("unit tests are not listed");
         assert!(run(jobs, 2, Path::new("/")).is_err());
+    }
+
+    #[test]
+    fn light_job_runs_beside_a_heavy_one_and_a_second_heavy_one_waits() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().display();
+        let wait_for = |file: &str| {
+            format!("i=0; until [ -e {path}/{file} ]; do i=$((i+1)); [ $i -lt 200 ] || exit 1; sleep 0.1; done")
+        };
+        let scripts = [
+            ("light", format!("touch {path}/light-ran")),
+            (
+                "machine",
+                format!("{}; touch {path}/machine-ran", wait_for("light-ran")),
+            ),
+            ("mesh", format!("[ -e {path}/machine-ran ] || exit 1")),
+        ];
+        let programs =
+            scripts.map(|(name, script)| program(directory.path(), name, false, &format!("{script}; echo '{PASSED}'")));
+        let jobs = divide(programs.into(), Path::new("/")).expect("scripts");
+        let shares = SHARE_OF_HEAVY_JOB + SHARE_OF_LIGHT_JOB;
+        let results = run(jobs, shares, Path::new("/")).expect("they start");
+        let counts: Counts = results.iter().map(|result| result.counts).sum();
+        assert_eq!(counts.to_string(), "6 passed, 0 failed");
     }
 
     #[test]
