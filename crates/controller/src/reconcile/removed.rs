@@ -170,10 +170,10 @@ pub(super) fn describe_cluster(entry: &str, identity: &ClusterIdentity) -> Strin
     format!("{entry:?} ({identity})")
 }
 
-/// A message for the status that explains how the objects in a cluster that does not answer are removed or left behind.
-pub(super) fn cleanup_hint(cluster: &str) -> String {
+/// A message for the status: why the objects in a cluster cannot be removed, and how they are removed or left behind.
+pub(super) fn not_removed(cluster: &str, why: &str) -> String {
     format!(
-        "Its objects are removed when it answers; to leave them there, annotate the ClusterMesh with {FORCE_CLEANUP}={cluster}"
+        "{why}. Its objects are removed when this is mended; to leave them there, annotate the ClusterMesh with {FORCE_CLEANUP}={cluster}"
     )
 }
 
@@ -236,15 +236,14 @@ impl Reconciler {
         let seen_uid = observation
             .and_then(Observation::last)
             .and_then(|seen| seen.uid.as_deref());
-        let problem = match (write_problem, not_fresh) {
-            (Some(why), _) => Some(why),
-            (None, Some(why)) => Some(format!("{why}. {}", cleanup_hint(name))),
-            (None, None) if may_have_other_secret(&pass.plan, &pass.seen, id, identity, seen_uid) => Some(format!(
+        let problem = match write_problem.as_deref().or(not_fresh) {
+            Some(why) => Some(not_removed(name, why)),
+            None if may_have_other_secret(&pass.plan, &pass.seen, id, identity, seen_uid) => Some(format!(
                 "it may be the same cluster as another entry: their UIDs (of the Namespace kube-system) are equal or not both \
                  known. Its objects are removed when both UIDs are known and differ; to leave them there, annotate the \
                  ClusterMesh with {FORCE_CLEANUP}={name}"
             )),
-            (None, None) => None,
+            None => None,
         };
         let message = match &problem {
             Some(why) => why.clone(),

@@ -25,7 +25,7 @@ use clustermesh_core::{
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
-use super::{Pass, Reconciler, SharedDebugView, link_reports::LinkReports, removed::cleanup_hint};
+use super::{Pass, Reconciler, SharedDebugView, link_reports::LinkReports, removed::not_removed};
 use crate::{
     hub_writer::{Desired, HubWriter},
     metrics::{EntryGauges, EntryLabels, Metrics},
@@ -313,10 +313,13 @@ impl Reconciler {
                 .get(identity)
                 .and_then(Observation::not_fresh_reason)
                 .filter(|_| plan.deleting);
-            let why = match (write_problem, not_fresh) {
-                (Some(why), _) => why,
-                (None, Some(why)) => format!("{why}. {}", cleanup_hint(entry)),
-                (None, None) => continue,
+            let Some(why) = write_problem.as_deref().or(not_fresh) else {
+                continue;
+            };
+            let why = if plan.deleting {
+                not_removed(entry, why)
+            } else {
+                why.to_owned()
             };
             unwritten.insert(entry.clone(), why);
         }
