@@ -135,7 +135,6 @@ async fn add_hostile_members(env: &TestEnv, mesh: &mut Value, hostile: &[(&str, 
     let secrets: Api<Secret> = Api::namespaced(env.client("mgmt").await, NAMESPACE);
     for ((name, kubeconfig, _), m) in hostile.iter().zip(100..) {
         let secret = format!("{name}-kubeconfig");
-        // Not by `kubectl apply`, which adds an annotation of the same size.
         let object = json!({"metadata": {"name": secret}, "data": {"value": STANDARD.encode(kubeconfig)}});
         let object: Secret = serde_json::from_value(object).unwrap();
         secrets.create(&PostParams::default(), &object).await.unwrap();

@@ -9,7 +9,10 @@ use std::{
 use clustermesh_api::names;
 use clustermesh_lab::{AuditedWrite, NAMESPACE, Node as Machine, Running, wait_until};
 use clustermesh_tests::test_env::{LATER, SOON, TestEnv, process_id};
+use k8s_openapi::api::rbac::v1::RoleBinding;
+use kube::{Api, api::DeleteParams};
 use nix::sys::signal::Signal;
+use serde_json::json;
 
 const CLUSTERS: [&str; 3] = ["mgmt", "tenant-a", "tenant-b"];
 
@@ -302,19 +305,17 @@ async fn leader_exits(replicas: &mut Replicas<'_>) {
 /// Deletes the permission for Leases in a cluster. Returns the object, to apply it again.
 async fn deny_leases(env: &TestEnv, cluster: &str) -> String {
     let cluster = env.lab.cluster(cluster);
-    let object = [
-        "-n",
-        NAMESPACE,
-        "get",
-        "rolebinding",
-        "clustermesh-leases",
-        "-o",
-        "yaml",
-    ];
-    let object = cluster.kubectl(object).await.unwrap().stdout;
-    let words = ["-n", NAMESPACE, "delete", "rolebinding", "clustermesh-leases"];
-    cluster.kubectl(words).await.unwrap();
-    object
+    let bindings: Api<RoleBinding> = Api::namespaced(cluster.client().await.unwrap(), NAMESPACE);
+    let RoleBinding { role_ref, subjects, .. } = bindings.get("clustermesh-leases").await.unwrap();
+    bindings
+        .delete("clustermesh-leases", &DeleteParams::default())
+        .await
+        .unwrap();
+    let object = json!({
+        "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "RoleBinding",
+        "metadata": {"name": "clustermesh-leases", "namespace": NAMESPACE}, "roleRef": role_ref, "subjects": subjects,
+    });
+    object.to_string()
 }
 
 #[tokio::test]

@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 
 use clustermesh_lab::{NAMESPACE, wait_until};
-use clustermesh_tests::test_env::{SOON, TestEnv, crd, key};
+use clustermesh_tests::test_env::{SOON, TestEnv, key};
 use serde_json::{Value, json};
 
 use crate::sandbox;
@@ -17,10 +17,7 @@ pub(crate) async fn install(env: &TestEnv, name: &str, m: u8) {
     let cluster = env.lab.cluster(name);
     let namespace = json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": GATEWAYS}});
     cluster.apply(&namespace.to_string()).await.unwrap();
-    for kind in ["sandboxaccesses", "sandboxgateways"] {
-        cluster.apply(&crd(kind)).await.unwrap();
-    }
-    env.wait_for_crds(name, &["sandboxaccesses", "sandboxgateways"]).await;
+    env.install_crds(name, &["sandboxaccesses", "sandboxgateways"]).await;
     for number in [0, 1] {
         apply_gateway(env, (name, m), number, true).await;
     }

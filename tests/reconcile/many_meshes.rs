@@ -105,9 +105,8 @@ async fn fifty_meshes_share_a_hub_and_write_only_their_own() {
         }
     }
     let _controller = env.start_controller().await;
-    let all: Vec<Value> = (1..=MESHES).map(mesh).collect();
-    let list = json!({"apiVersion": "v1", "kind": "List", "items": all});
-    env.hub().apply(&list.to_string()).await.unwrap();
+    let all: Vec<String> = (1..=MESHES).map(|n| mesh(n).to_string()).collect();
+    env.hub().apply(&all.join("\n---\n")).await.unwrap();
     until_all_ready(&env).await;
     let none = ["mgmt", "tenant-a", "tenant-b"].map(|name| (name, 0)).into();
     let first = writes(&env, &none);

@@ -29,7 +29,7 @@ impl ApiServer {
 
     /// Runs `kubectl apply` with a manifest and returns its output.
     pub(crate) async fn apply(&self, yaml: &str) -> String {
-        self.lab.cluster("mgmt").apply(yaml).await.unwrap().stdout
+        self.lab.cluster("mgmt").kubectl_apply(yaml).await.unwrap().stdout
     }
 
     /// Sends a POST as a strict dry run. Returns the object that would be stored.

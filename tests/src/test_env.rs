@@ -7,10 +7,13 @@ use base64::{Engine, engine::general_purpose::STANDARD};
 use clustermesh_api::{mesh::ClusterMesh, names, peer::Peer};
 use clustermesh_lab::{Cluster, Lab, LabPlan, NAMESPACE, Node as Machine, Running, wait_until};
 use futures::{StreamExt, stream};
-use k8s_openapi::api::core::v1::Node;
+use k8s_openapi::api::{
+    authentication::v1::{TokenRequest, TokenRequestSpec},
+    core::v1::{Node, ServiceAccount},
+};
 use kube::{
     Api, Client, ResourceExt,
-    api::{DeleteParams, ListParams, Patch, PatchParams, PostParams},
+    api::{ApiResource, DeleteParams, DynamicObject, GroupVersionKind, ListParams, Patch, PatchParams, PostParams},
 };
 use serde_json::{Value, json};
 
@@ -85,10 +88,8 @@ impl TestEnv {
             env.install_peer_crds(name).await;
             env.create_account(name, index == 0).await;
         });
-        // A few at a time: each runs kubectl several times.
         stream::iter(installs).buffer_unordered(4).collect::<()>().await;
-        env.hub().apply(&crd("clustermeshes")).await.unwrap();
-        env.wait_for_crds(env.hub_name(), &["clustermeshes"]).await;
+        env.install_crds(env.hub_name(), &["clustermeshes"]).await;
         for name in &names[1..] {
             env.write_secret(name, &env.kubeconfig(name).await).await;
         }
@@ -128,30 +129,17 @@ impl TestEnv {
     }
 
     pub async fn install_peer_crds(&self, name: &str) {
-        let cluster = self.lab.cluster(name);
-        cluster.apply(&crd("peers")).await.unwrap();
-        cluster.apply(&crd("peerpolicies")).await.unwrap();
-        self.wait_for_crds(name, &["peers", "peerpolicies"]).await;
+        self.install_crds(name, &["peers", "peerpolicies"]).await;
     }
 
-    pub async fn wait_for_crds(&self, name: &str, kinds: &[&str]) {
-        for kind in kinds {
-            let object = format!("crd/{kind}.kilo.squat.ai");
-            // `kubectl wait` fails on a CRD that is so new that it has no status.
-            let condition = "jsonpath={.status.conditions[?(@.type==\"Established\")].status}";
-            wait_until(format!("{object} of {name}"), SOON, async || {
-                let words = ["get", &object, "-o", condition];
-                match self.lab.cluster(name).kubectl(words).await {
-                    Ok(output) if output.stdout == "True" => {}
-                    other => return Err(format!("{other:?}")),
-                }
-                // The condition becomes True a moment before the resource is served.
-                let words = ["get", &format!("{kind}.kilo.squat.ai"), "-A"];
-                let served = self.lab.cluster(name).kubectl(words).await;
-                served.map(drop).map_err(|error| error.to_string())
-            })
-            .await
-            .unwrap();
+    /// Installs CRDs, and waits until their resources are served.
+    pub async fn install_crds(&self, name: &str, plurals: &[&str]) {
+        let cluster = self.lab.cluster(name);
+        for plural in plurals {
+            cluster.apply(&crd(plural)).await.unwrap();
+        }
+        for plural in plurals {
+            cluster.wait_for_crd(&format!("{plural}.kilo.squat.ai")).await.unwrap();
         }
     }
 
@@ -171,9 +159,18 @@ impl TestEnv {
 
     /// A new token of the controller's ServiceAccount.
     pub async fn token(&self, name: &str) -> String {
-        let words = format!("-n {NAMESPACE} create token clustermesh-controller --duration=24h");
-        let token = self.lab.cluster(name).kubectl(words.split(' ')).await;
-        token.unwrap().stdout.trim().to_owned()
+        let accounts: Api<ServiceAccount> = Api::namespaced(self.client(name).await, NAMESPACE);
+        let request = TokenRequest {
+            spec: Some(TokenRequestSpec {
+                expiration_seconds: Some(24 * 60 * 60),
+                ..TokenRequestSpec::default()
+            }),
+            ..TokenRequest::default()
+        };
+        let created = accounts
+            .create_token_request("clustermesh-controller", &PostParams::default(), &request)
+            .await;
+        created.unwrap().status.unwrap().token.unwrap()
     }
 
     /// A kubeconfig for the controller's ServiceAccount with a new token, for use on the underlay.
@@ -250,9 +247,7 @@ impl TestEnv {
 
     /// Makes another cluster a hub, and starts a controller for it on port 8082 of the controller's host.
     pub async fn start_other_hub(&self, name: &str) -> Running {
-        let cluster = self.lab.cluster(name);
-        cluster.apply(&crd("clustermeshes")).await.unwrap();
-        self.wait_for_crds(name, &["clustermeshes"]).await;
+        self.install_crds(name, &["clustermeshes"]).await;
         self.create_account(name, true).await;
         let words = self.controller_command(name, name, 8082, NAMESPACE).await;
         let host = self.controller_host();
@@ -443,17 +438,25 @@ impl TestEnv {
     pub async fn versions(&self) -> BTreeMap<String, String> {
         let mut versions = BTreeMap::new();
         for name in &self.names {
-            let kinds = "peers.kilo.squat.ai,peerpolicies.kilo.squat.ai,services,endpointslices";
-            let columns =
-                "-o=jsonpath={range .items[*]}{.kind}/{.metadata.name} {.metadata.resourceVersion}{\"\\n\"}{end}";
-            let cluster = self.lab.cluster(name);
-            let mut listed = cluster.kubectl(["get", kinds, "-A", columns]).await.unwrap().stdout;
-            // The CRD SandboxAccess exists only where gateways are installed.
-            let accesses = cluster.try_kubectl(["get", "sandboxaccesses", columns]).await.unwrap();
-            listed.push_str(&accesses.stdout);
-            for line in listed.lines() {
-                let (object, version) = line.split_once(' ').unwrap();
-                versions.insert(format!("{name} {object}"), version.to_owned());
+            let client = self.client(name).await;
+            for (group, version, kind, plural) in [
+                ("kilo.squat.ai", "v1alpha1", "Peer", "peers"),
+                ("kilo.squat.ai", "v1alpha1", "PeerPolicy", "peerpolicies"),
+                ("kilo.squat.ai", "v1alpha1", "SandboxAccess", "sandboxaccesses"),
+                ("", "v1", "Service", "services"),
+                ("discovery.k8s.io", "v1", "EndpointSlice", "endpointslices"),
+            ] {
+                let kind = ApiResource::from_gvk_with_plural(&GroupVersionKind::gvk(group, version, kind), plural);
+                let objects: Api<DynamicObject> = Api::all_with(client.clone(), &kind);
+                let listed = match objects.list_metadata(&ListParams::default()).await {
+                    // The CRD SandboxAccess exists only where gateways are installed.
+                    Err(kube::Error::Api(status)) if status.code == 404 && plural == "sandboxaccesses" => continue,
+                    listed => listed.unwrap(),
+                };
+                for object in listed {
+                    let key = format!("{name} {}/{}", kind.kind, object.name_any());
+                    versions.insert(key, object.resource_version().unwrap());
+                }
             }
         }
         if let Some(mesh) = self.get_mesh().await {

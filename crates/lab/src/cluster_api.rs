@@ -35,13 +35,7 @@ pub async fn clusterctl_move(from: &Cluster<'_>, to: &Cluster<'_>, progress: &dy
     let mut files = Vec::new();
     for cluster in [from, to] {
         cluster.apply(&cluster_crd()).await?;
-        let established = [
-            "wait",
-            "--for=condition=Established",
-            "--timeout=60s",
-            "crd/clusters.cluster.x-k8s.io",
-        ];
-        cluster.kubectl(established).await?;
+        cluster.wait_for_crd("clusters.cluster.x-k8s.io").await?;
         let file = cluster
             .lab
             .directory()

@@ -1,5 +1,6 @@
 //! Starts a lab, attaches to a running one, and returns handles for its clusters and nodes.
 
+mod apply;
 mod base;
 mod cluster;
 mod nat;

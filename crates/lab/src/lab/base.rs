@@ -48,7 +48,7 @@ impl Lab {
 impl Cluster<'_> {
     pub(super) async fn install_dns(&self) -> Result<()> {
         let manifest = include_str!("dns.yaml").replace("CLUSTER_DNS", &self.plan().dns_ip().to_string());
-        self.apply(&manifest).await.map(drop)
+        self.apply(&manifest).await
     }
 
     /// Waits until every powered-on node is Ready and has routes to the pods of all Ready nodes.

@@ -150,12 +150,16 @@ impl<'a> Cluster<'a> {
         command::output(&self.kubectl_argv(argv(words))?, None).await
     }
 
-    /// Runs `kubectl apply -f -`.
+    /// Runs `kubectl apply -f -` as administrator. For tests of what kubectl prints; [`Self::apply`] is faster.
     ///
     /// # Errors
-    /// When the API server refuses an object.
-    pub async fn apply(&self, yaml: &str) -> Result<Output> {
-        command::run(&self.kubectl_argv(argv(["apply", "-f", "-"]))?, Some(yaml.as_bytes())).await
+    /// When kubectl fails. The error quotes its output.
+    pub async fn kubectl_apply(&self, manifest: &str) -> Result<Output> {
+        command::run(
+            &self.kubectl_argv(argv(["apply", "-f", "-"]))?,
+            Some(manifest.as_bytes()),
+        )
+        .await
     }
 
     /// Every object of every kind that the API server lists, with managed fields, as one text.
@@ -289,7 +293,7 @@ impl<'a> Cluster<'a> {
     }
 }
 
-fn get_request(path: &str) -> http::Request<Vec<u8>> {
+pub(super) fn get_request(path: &str) -> http::Request<Vec<u8>> {
     http::Request::get(path)
         .body(vec![])
         .expect("a constant path makes a valid request")

@@ -56,7 +56,7 @@ endpoints: [{{addresses: [{address}]}}]
         wait_until(
             format!("the Service {name} in {of}"),
             Duration::from_secs(60),
-            async || host.apply(&manifest).await.map(drop).map_err(|error| error.to_string()),
+            async || host.apply(&manifest).await.map_err(|error| error.to_string()),
         )
         .await
     }

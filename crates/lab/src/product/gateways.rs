@@ -41,10 +41,7 @@ impl Product<'_> {
                 .apply(&repository_file(&format!("crds/{crd}.kilo.squat.ai.yaml"))?)
                 .await?;
         }
-        let last_crd = "crd/sandboxgateways.kilo.squat.ai";
-        target
-            .kubectl(["wait", "--for=condition=Established", last_crd])
-            .await?;
+        target.wait_for_crd("sandboxgateways.kilo.squat.ai").await?;
         target.apply(&repository_file("deploy/gateway.yaml")?).await?;
         for words in configuration(target.plan(), namespaces) {
             target.kubectl(words).await?;
