@@ -9,6 +9,7 @@ use super::underlay::uplink_port;
 use super::{Cluster, Lab, UNDERLAY};
 use crate::cgroup::Cgroups;
 use crate::command::{self, Output, Running, argv};
+use crate::image::IMPORT;
 use crate::supervisor::Request;
 use crate::{Error, HostNode, NodePlan, Result, Uplink, control_plane, node, run};
 
@@ -229,9 +230,8 @@ impl<'a> Node<'a> {
 
     pub(super) async fn import_image(&self, archive: &Path) -> Result<()> {
         let ctr = self.lab.tools.path("ctr")?.display().to_string();
-        self.exec([&ctr, "-n", "k8s.io", "images", "import", &archive.display().to_string()])
-            .await
-            .map(drop)
+        let archive = archive.display().to_string();
+        self.exec([&[&*ctr][..], &IMPORT, &[&archive]].concat()).await.map(drop)
     }
 
     /// Cuts the power: all processes, mounts and kernel state (links, routes, nftables) of the node disappear at

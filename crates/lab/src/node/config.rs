@@ -6,6 +6,8 @@ use super::Settings;
 use crate::plan::comma_separated;
 
 pub(super) const CONTAINERD: &str = "/etc/containerd/config.toml";
+/// The default of containerd and ctr.
+pub(super) const CONTAINERD_SOCKET: &str = "/run/containerd/containerd.sock";
 /// Not the default directory: there containerd would use a network that podman may have configured.
 pub(super) const CNI: &str = "/run/cni-net.d";
 pub(super) const RESOLV_CONF: &str = "/etc/resolv.conf";

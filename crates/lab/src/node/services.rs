@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::symlink;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -13,6 +14,7 @@ use nix::sys::wait::{WaitStatus, wait};
 
 use super::{PolicyEngine, Settings, cni, config, flannel};
 use crate::PodNetwork;
+use crate::image::IMPORT;
 use crate::plan::comma_separated;
 
 /// The name and command line of a service. The name is also a part of the log file's name.
@@ -51,7 +53,7 @@ pub(super) fn run(settings: &Settings, settings_path: &Path) -> Result<()> {
         ],
     };
     running.insert(manager.start(&containerd)?, containerd);
-    manager.wait_for_containerd()?;
+    Manager::wait_for_containerd()?;
     manager.import_images()?;
     wait_for_file(
         &settings.cluster_directory().join("api-ready"),
@@ -220,25 +222,17 @@ impl Manager<'_> {
         command
     }
 
-    fn wait_for_containerd(&self) -> Result<()> {
-        let ctr = self.program("ctr")?;
+    /// Waits until containerd accepts connections. It does so only after it has loaded its plugins.
+    fn wait_for_containerd() -> Result<()> {
         let start = Instant::now();
-        loop {
-            let status = self
-                .command(&ctr)
-                .arg("version")
-                .stdout(Stdio::null())
-                .stderr(Stdio::null())
-                .status()?;
-            if status.success() {
-                return Ok(());
-            }
+        while UnixStream::connect(config::CONTAINERD_SOCKET).is_err() {
             anyhow::ensure!(
                 start.elapsed() < Duration::from_secs(120),
-                "containerd does not answer after 120 s"
+                "containerd does not accept connections after 120 s"
             );
             std::thread::sleep(Duration::from_millis(50));
         }
+        Ok(())
     }
 
     /// Imports the images of the lab and those of this cluster, all in parallel.
@@ -259,7 +253,7 @@ impl Manager<'_> {
         let mut imports = vec![];
         for archive in archives {
             let mut command = self.command(&ctr);
-            command.args(["-n", "k8s.io", "images", "import"]).arg(&archive);
+            command.args(IMPORT).arg(&archive);
             imports.push((command.spawn()?, archive));
         }
         for (mut import, archive) in imports {
