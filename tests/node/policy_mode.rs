@@ -214,7 +214,10 @@ fn seen_source(from: &NetNs, source: &str, to: &str, port: u16) -> Result<String
             .connect_timeout(&at.into(), Duration::from_secs(2))
             .map_err(|error| error.kind())?;
         let mut stream = TcpStream::from(socket);
-        stream.set_read_timeout(Some(TIMEOUT)).expect("a timeout");
+        // Shorter than the callers wait: a connection that is blocked after its handshake must not be their only attempt.
+        stream
+            .set_read_timeout(Some(Duration::from_secs(5)))
+            .expect("a timeout");
         let mut text = String::new();
         stream.read_to_string(&mut text).map_err(|error| error.kind())?;
         Ok(text)

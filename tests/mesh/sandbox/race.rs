@@ -7,14 +7,10 @@ use std::{
 };
 
 use clustermesh_lab::{EchoWatch, MESH, NAMESPACE, wait_until};
-use kube::{
-    Api,
-    api::{ApiResource, DynamicObject, GroupVersionKind, Patch, PatchParams},
-};
 use serde_json::{Value, json};
 
 use super::{SANDBOX, TestEnv, disruptions::ScannedGateway};
-use crate::setup::{PATIENCE, unix_millis};
+use crate::setup::{PATIENCE, json, unix_millis};
 
 /// A Service for the pods of the Service `web`, with two UDP ports in addition to HTTP. The test probes the echo servers at the two
 /// targetPorts through a gateway every 10 ms.
@@ -59,19 +55,20 @@ pub(super) async fn fast_grant_changes_keep_the_ungranted_port_closed(env: &Test
         }
     }
 
-    let kind = GroupVersionKind::gvk("kilo.squat.ai", "v1alpha1", "ClusterMesh");
-    let resource = ApiResource::from_gvk_with_plural(&kind, "clustermeshes");
-    let meshes: Api<DynamicObject> = Api::namespaced_with(env.hub.client().await.unwrap(), NAMESPACE, &resource);
-    let entry_index = {
-        let mesh = meshes.get(MESH).await.unwrap();
-        let entries = mesh.data["spec"]["clusters"].as_array().cloned().unwrap();
-        entries.iter().position(|entry| entry["name"] == SANDBOX).unwrap()
+    let mesh = {
+        let stored = json(&env.hub, &["-n", NAMESPACE, "get", "clustermesh", MESH]).await;
+        json!({
+            "apiVersion": stored["apiVersion"], "kind": stored["kind"],
+            "metadata": {"name": MESH, "namespace": NAMESPACE}, "spec": stored["spec"],
+        })
     };
+    let entries = mesh["spec"]["clusters"].as_array().unwrap();
+    let entry_index = entries.iter().position(|entry| entry["name"] == SANDBOX).unwrap();
     let sets = grant_sets();
     let apply_grants = async |grants: &Value| {
-        let change = json!([{"op": "add", "path": format!("/spec/clusters/{entry_index}/egress"), "value": grants}]);
-        let change = Patch::<Value>::Json(serde_json::from_value(change).unwrap());
-        meshes.patch(MESH, &PatchParams::default(), &change).await.unwrap();
+        let mut changed = mesh.clone();
+        changed["spec"]["clusters"][entry_index]["egress"] = grants.clone();
+        env.hub.apply(&changed.to_string()).await.unwrap();
     };
     // Before the race, both ports are granted once, to learn their gateway ports and to prove that the probes get answers.
     apply_grants(&json!([

@@ -17,7 +17,7 @@ use anyhow::{Context, bail};
 use super::{SEQUENTIAL, count::Counts};
 
 /// Programs whose modules take minutes. They start first, in this order, so that no long job starts near the end.
-const LONGEST: [&str; 6] = ["machine", "mesh", "reconcile", "lab", "node", "kernel"];
+const LONGEST: [&str; 6] = ["machine", "mesh", "reconcile", "kernel", "node", "lab"];
 
 /// Programs whose jobs run whole clusters or a virtual machine.
 const HEAVY: [&str; 3] = ["machine", "mesh", "lab"];

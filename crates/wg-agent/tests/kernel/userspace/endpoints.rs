@@ -87,6 +87,8 @@ pub(super) fn outer_packets_carry_the_current_fwmark(options: Options) {
 
 pub(super) fn failed_mtu_change_does_not_block_a_second_attempt(options: Options) {
     let [mut a, _b] = node_pair(options);
+    // A handshake in progress would lose its response with the old port, and the next one starts only after 5 s.
+    wait_until("a ping", TIMEOUT, || a.reaches(2));
     let mut configuration = a.configuration.clone();
     configuration.listen_port = 51998;
     configuration.mtu = 30;
