@@ -101,7 +101,7 @@ impl Ledger {
         let mut until = to + grace;
         // The earlier pauses come first, so each one sees the end that those before it allow.
         for pause in self.doubts.iter().filter(|doubt| doubt.scope == Scope::Pause) {
-            // A delete during a pause is judged by `is_paused`.
+            // A pause that lasts has no end yet. Whether a delete came during it is for `is_paused` to judge.
             let end = pause.to.unwrap_or(i64::MAX - grace);
             if pause.from <= until && to <= end {
                 until = until.max(end + grace);

@@ -273,18 +273,19 @@ fn absent_kind_is_empty_and_counts_as_an_answer() {
 #[test]
 fn absent_kind_stays_absent_while_requests_fail() {
     let feed = feed();
-    let fail = || {
+    let become_absent_and_fail = || {
         feed.set_trust(Trust::Absent);
         feed.set_trust(Trust::Broken("no answer".into()));
-        feed.is_absent()
     };
     assert!(!feed.is_absent());
-    assert!(fail());
+    become_absent_and_fail();
+    assert!(feed.is_absent());
     feed.read_again(Cluster::Same);
     assert!(feed.is_absent(), "it is being read again");
     feed.read_again(Cluster::MayDiffer);
     assert!(!feed.is_absent(), "the connection may reach another cluster");
-    assert!(fail());
+    become_absent_and_fail();
+    assert!(feed.is_absent());
     replace(&feed, vec![], "1");
     assert!(!feed.is_absent(), "it was listed");
 }
@@ -294,7 +295,8 @@ fn absent_kind_stays_absent_while_requests_fail() {
 fn absent_kind_exists_again_once_its_feed_is_live() {
     let feed = feed();
     feed.set_trust(Trust::Absent);
-    feed.replace(list_of(&feed, vec![object("a", "1", json!({"n": 1}))], "1"), false);
+    let is_current = false;
+    feed.replace(list_of(&feed, vec![object("a", "1", json!({"n": 1}))], "1"), is_current);
     assert!(matches!(feed.trust(), Trust::Broken(_)), "{:?}", feed.trust());
     assert!(feed.is_absent());
     // A watch was open long enough.

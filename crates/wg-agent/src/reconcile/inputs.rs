@@ -71,9 +71,9 @@ pub(super) fn gather_inputs(
     // `own_sources` are the allowed IPs of the Peer that describes this node itself. Without this Peer, the nodes in other locations do not
     // know this node, so the loop below leaves out all Peers of the cluster's own nodes.
     let own_address = host(local.wireguard_ip.to_canonical());
-    let own_specs = snapshot.peers.objects().filter_map(|(_, seen)| seen.spec.as_ref().ok());
+    let specs = snapshot.peers.objects().filter_map(|(_, seen)| seen.spec.as_ref().ok());
     let mut own_specs =
-        own_specs.filter(|spec| matches!(spec.role, PeerRole::OwnNode(_)) && spec.allowed_ips.contains(&own_address));
+        specs.filter(|spec| matches!(spec.role, PeerRole::OwnNode(_)) && spec.allowed_ips.contains(&own_address));
     let own_sources = own_specs
         .next()
         .map(|spec| spec.allowed_ips.clone())
