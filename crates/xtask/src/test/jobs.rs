@@ -16,8 +16,19 @@ use anyhow::{Context, bail};
 
 use super::{SEQUENTIAL, count::Counts};
 
-/// Programs whose modules take minutes. They start first, in this order, so that no long job starts near the end.
-const LONGEST: [&str; 6] = ["machine", "mesh", "reconcile", "kernel", "node", "lab"];
+/// Programs whose modules take minutes, and jobs that take three minutes or more. They start first, in this order, so that no long job
+/// starts near the end.
+const LONGEST: [&str; 9] = [
+    "machine",
+    "mesh",
+    "kernel flows",
+    "node gateway",
+    "reconcile faulty_member",
+    "reconcile",
+    "kernel",
+    "node",
+    "lab",
+];
 
 /// Programs whose jobs run whole clusters or a virtual machine.
 const HEAVY: [&str; 3] = ["machine", "mesh", "lab"];
@@ -64,8 +75,8 @@ pub(super) struct JobResult {
 }
 
 /// Divides all programs into jobs. A program of integration tests has a job for each top-level module, unless it is one of
-/// [`UNDIVIDED`]; each other program is one job. The jobs of the programs in [`LONGEST`] come first, in the order of that list; the jobs of
-/// all other programs follow. Jobs of equal rank are sorted by the length of [`Job::tests`], longest first.
+/// [`UNDIVIDED`]; each other program is one job. The jobs in [`LONGEST`] come first, in the order of that list; all other jobs follow.
+/// Jobs of equal rank are sorted by the length of [`Job::tests`], longest first.
 pub(super) fn divide(programs: Vec<Program>, bin_directory: &Path) -> anyhow::Result<Vec<Job>> {
     let mut jobs = Vec::new();
     for program in programs {
@@ -85,7 +96,14 @@ pub(super) fn divide(programs: Vec<Program>, bin_directory: &Path) -> anyhow::Re
             });
         }
     }
-    let position = |job: &Job| LONGEST.iter().position(|name| *name == job.program.name);
+    let position = |job: &Job| {
+        let names = [&job.name, &job.program.name];
+        names
+            .map(|name| LONGEST.iter().position(|listed| listed == name))
+            .into_iter()
+            .flatten()
+            .min()
+    };
     jobs.sort_by_key(|job| (position(job).unwrap_or(LONGEST.len()), usize::MAX - job.tests.len()));
     Ok(jobs)
 }
