@@ -118,7 +118,7 @@ impl<'a> Attacker<'a> {
     /// # Errors
     /// When the sandbox's API server does not answer.
     pub async fn grant_read_access(&self) -> Result<()> {
-        self.sandbox.apply(READ_ONLY_RIGHTS).await.map(drop)
+        self.sandbox.apply(READ_ONLY_RIGHTS).await
     }
 
     /// The last part of a Peer's name: the Node or gateway that the Peer describes.

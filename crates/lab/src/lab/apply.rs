@@ -16,7 +16,8 @@ use super::cluster::{Cluster, get_request};
 use crate::{Error, Result, wait_until};
 
 impl Cluster<'_> {
-    /// Applies the objects in a text of YAML or JSON documents, as `kubectl apply --server-side --force-conflicts` does.
+    /// Applies the objects in a text of YAML or JSON documents, as `kubectl apply --server-side --force-conflicts` does. A field that another
+    /// client has written stays if the manifest does not contain it, or no longer contains it.
     ///
     /// # Errors
     /// When the text cannot be parsed, an object has an unknown field, or the API server refuses an object.
