@@ -12,8 +12,9 @@ use tar::{Builder, EntryType, Header};
 
 use crate::{Error, Result};
 
-/// The arguments with which ctr imports an archive for kubelet. `--local` writes the layers into containerd's content store; the default, a
-/// stream to containerd's transfer service, takes three times the processor time. A layer is unpacked for the first container that needs it.
+/// The arguments with which ctr imports an archive for kubelet. `--local` writes the layers into containerd's content store; the default
+/// streams the archive to containerd's transfer service, which copies it more often. `--no-unpack` leaves an image packed until the first
+/// container needs it.
 pub(crate) const IMPORT: [&str; 6] = ["-n", "k8s.io", "images", "import", "--local", "--no-unpack"];
 
 /// The content and name of an image.

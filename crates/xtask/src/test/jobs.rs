@@ -16,7 +16,7 @@ use anyhow::{Context, bail};
 
 use super::{SEQUENTIAL, count::Counts};
 
-/// Programs whose modules take minutes, and jobs that take three minutes or more. They start first, in this order, so that no long job
+/// Programs whose modules take minutes, and single jobs that take the longest. They start first, in this order, so that no long job
 /// starts near the end.
 const LONGEST: [&str; 9] = [
     "machine",
@@ -33,12 +33,13 @@ const LONGEST: [&str; 9] = [
 /// Programs whose jobs run whole clusters or a virtual machine.
 const HEAVY: [&str; 3] = ["machine", "mesh", "lab"];
 
-/// The shares of the processors that jobs take, in sixths of one processor. Measured: a job of [`HEAVY`] keeps a processor busy for half of
-/// its time, a job of `reconcile` or `node` for a third. The rest of the time they wait.
+/// The shares of the processors that jobs take, in sixths of one processor. A job of [`HEAVY`] keeps a processor busy for about half of its
+/// time, a job of `reconcile` or `node` for about a third. The rest of the time they wait.
 const SHARE_OF_HEAVY_JOB: usize = 3;
 const SHARE_OF_LIGHT_JOB: usize = 2;
 
-/// The sixths of the processors for jobs. One is left for the system: with none, tests in the virtual machine time out.
+/// The sixths of the processors for jobs. One is left out, so that two processors run three heavy jobs and a light one: with five jobs
+/// beside each other from the start, tests in the virtual machine failed.
 pub(super) fn shares(processors: usize) -> usize {
     6 * processors - 1
 }
@@ -97,12 +98,9 @@ pub(super) fn divide(programs: Vec<Program>, bin_directory: &Path) -> anyhow::Re
         }
     }
     let position = |job: &Job| {
-        let names = [&job.name, &job.program.name];
-        names
-            .map(|name| LONGEST.iter().position(|listed| listed == name))
-            .into_iter()
-            .flatten()
-            .min()
+        LONGEST
+            .iter()
+            .position(|name| *name == job.name || *name == job.program.name)
     };
     jobs.sort_by_key(|job| (position(job).unwrap_or(LONGEST.len()), usize::MAX - job.tests.len()));
     Ok(jobs)
