@@ -166,8 +166,7 @@ impl<'a> TestEnv<'a> {
     /// Installs Kilo's Peer CRD in the hub, and writes kg's annotations to its nodes. The time of the last check-in is renewed until
     /// the result is dropped.
     async fn simulate_kg_on_nodes(&self) -> JoinSet<()> {
-        let crd = format!("{}/../crds/peers.kilo.squat.ai.yaml", env!("CARGO_MANIFEST_DIR"));
-        self.hub.apply(&std::fs::read_to_string(crd).unwrap()).await.unwrap();
+        self.hub.install_crds(&["peers"]).await.unwrap();
         let nodes: Api<core::Node> = Api::all(self.hub.client().await.unwrap());
         let mut checking_in = JoinSet::new();
         for (number, node) in (1..).zip(self.hub.nodes()) {

@@ -74,22 +74,9 @@ impl TwoClusters {
     }
 
     pub(crate) async fn install_crds(&self, site: &Site) {
-        let crds = PathBuf::from(env!("CARGO_MANIFEST_DIR"))
-            .join("../crds")
-            .display()
-            .to_string();
         let cluster = self.lab.cluster(site.cluster);
-        cluster
-            .kubectl(["apply", "--server-side", "-f", crds.as_str()])
-            .await
-            .expect("apply the CRDs");
-        let established = [
-            "wait",
-            "--for=condition=Established",
-            "crd/peers.kilo.squat.ai",
-            "crd/peerpolicies.kilo.squat.ai",
-        ];
-        cluster.kubectl(established).await.expect("the CRDs are served");
+        let crds = ["peers", "peerpolicies"];
+        cluster.install_crds(&crds).await.expect("the CRDs are served");
     }
 
     pub(crate) async fn start_without_crds() -> Self {

@@ -134,13 +134,7 @@ impl TestEnv {
 
     /// Installs CRDs, and waits until their resources are served.
     pub async fn install_crds(&self, name: &str, plurals: &[&str]) {
-        let cluster = self.lab.cluster(name);
-        for plural in plurals {
-            cluster.apply(&crd(plural)).await.unwrap();
-        }
-        for plural in plurals {
-            cluster.wait_for_crd(&format!("{plural}.kilo.squat.ai")).await.unwrap();
-        }
+        self.lab.cluster(name).install_crds(plurals).await.unwrap();
     }
 
     /// Applies the manifest in `deploy/` that contains the controller's ServiceAccount and its rights.
@@ -492,8 +486,4 @@ pub fn key(m: u8, n: u8) -> String {
     let mut bytes = [7; 32];
     (bytes[0], bytes[1]) = (m, n);
     STANDARD.encode(bytes)
-}
-
-pub fn crd(plural: &str) -> String {
-    std::fs::read_to_string(repository().join(format!("crds/{plural}.kilo.squat.ai.yaml"))).unwrap()
 }

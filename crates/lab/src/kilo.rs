@@ -96,9 +96,7 @@ impl<'a> Kilo<'a> {
     /// When the cluster refuses a manifest, or the rollout does not end in time.
     pub async fn install(&self, cluster: &Cluster<'_>, granularity: Granularity) -> Result<()> {
         cluster.load_image(&self.image).await?;
-        cluster
-            .apply(&product::repository_file("crds/peers.kilo.squat.ai.yaml")?)
-            .await?;
+        cluster.install_crds(&["peers"]).await?;
         let manifest = include_str!("kilo/kilo.yaml")
             .replace("GRANULARITY", granularity.as_str())
             .replace("SUBNET", &cluster.plan().wireguard_cidr.to_string());

@@ -1,6 +1,6 @@
 //! Installs the product on a lab with the steps of README.md: builds the images with `cargo xtask images`, then applies
-//! `crds/` and `deploy/` with kubectl. Two things differ from a user's clusters: there is no registry, and tests choose
-//! the WireGuard implementation.
+//! `crds/` and `deploy/`. Three things differ from a user's clusters: there is no registry, tests choose the WireGuard implementation, and
+//! manifests are applied with the client of kube instead of kubectl.
 
 mod gateways;
 mod granted;
@@ -69,6 +69,23 @@ pub(crate) fn repository_file(path: &str) -> Result<String> {
     std::fs::read_to_string(&path).map_err(Error::io(format!("read {}", path.display())))
 }
 
+impl Cluster<'_> {
+    /// Installs CRDs of this repository, such as `peers`, and waits until the API server serves their resources.
+    ///
+    /// # Errors
+    /// When the API server refuses a CRD, or does not serve its resource in time.
+    pub async fn install_crds(&self, plurals: &[&str]) -> Result<()> {
+        for plural in plurals {
+            self.apply(&repository_file(&format!("crds/{plural}.kilo.squat.ai.yaml"))?)
+                .await?;
+        }
+        for plural in plurals {
+            self.wait_for_crd(&format!("{plural}.kilo.squat.ai")).await?;
+        }
+        Ok(())
+    }
+}
+
 impl<'a> Product<'a> {
     /// Builds the images, installs agents in all clusters, and installs the controller in the first cluster, the hub.
     /// For each other cluster, creates a Secret with its kubeconfig in the hub. Creates no ClusterMesh.
@@ -98,8 +115,7 @@ impl<'a> Product<'a> {
         let hub = lab.cluster(hub);
         progress(&format!("{}: clustermesh-controller", hub.plan().name));
         hub.load_image(&images.controller).await?;
-        hub.apply(&repository_file("crds/clustermeshes.kilo.squat.ai.yaml")?)
-            .await?;
+        hub.install_crds(&["clustermeshes"]).await?;
         hub.apply(&repository_file("deploy/controller.yaml")?).await?;
         for name in members {
             progress(&format!(
@@ -154,9 +170,7 @@ impl<'a> Product<'a> {
     }
 
     async fn install_agent(&self, cluster: &Cluster<'_>) -> Result<()> {
-        for crd in ["crds/peers.kilo.squat.ai.yaml", "crds/peerpolicies.kilo.squat.ai.yaml"] {
-            cluster.apply(&repository_file(crd)?).await?;
-        }
+        cluster.install_crds(&["peers", "peerpolicies"]).await?;
         cluster.apply(&self.agent_manifest()?).await?;
         let range = format!("--from-literal=wireguard-cidr={}", cluster.plan().wireguard_cidr);
         cluster
@@ -190,9 +204,8 @@ impl<'a> Product<'a> {
             .split_once("patch daemonset wg-agent --type=json -p='")
             .and_then(|(_, rest)| Some(rest.split_once('\'')?.0))
             .ok_or_else(|| Error::Other("docs/operations/kilo.md has no patch of the DaemonSet".into()))?;
-        for file in ["crds/peerpolicies.kilo.squat.ai.yaml", "deploy/agent.yaml"] {
-            cluster.apply(&repository_file(file)?).await?;
-        }
+        cluster.install_crds(&["peerpolicies"]).await?;
+        cluster.apply(&repository_file("deploy/agent.yaml")?).await?;
         let words = [
             "-n",
             AGENT_NAMESPACE,

@@ -160,7 +160,7 @@ impl<'a> Demo<'a> {
 
     async fn run(&mut self) -> anyhow::Result<()> {
         let (hub, member) = (self.lab.cluster(HUB), self.lab.cluster(MEMBER));
-        self.title("install: crds/ and deploy/, with kubectl, as README.md describes");
+        self.title("install: crds/ and deploy/, as README.md describes");
         let product = Product::install(self.lab, &[HUB, MEMBER], Tunnel::Shipped, &|line| println!("  {line}")).await?;
         let (hub_pods, member_pods) = (hub.run_web().await?, member.run_web().await?);
 

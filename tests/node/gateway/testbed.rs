@@ -299,18 +299,8 @@ impl Testbed {
     /// this Pod, and the Services `db` and `web` with their endpoints.
     async fn install(&mut self) {
         let cluster = self.lab.cluster("mgmt");
-        let crds = repository("crds");
-        cluster
-            .kubectl(["apply", "--server-side", "-f", &crds])
-            .await
-            .expect("apply the CRDs");
-        let wait = [
-            "wait",
-            "--for=condition=Established",
-            "crd/sandboxaccesses.kilo.squat.ai",
-            "crd/sandboxgateways.kilo.squat.ai",
-        ];
-        cluster.kubectl(wait).await.expect("the CRDs are served");
+        let crds = ["sandboxaccesses", "sandboxgateways"];
+        cluster.install_crds(&crds).await.expect("the CRDs are served");
         let manifest = std::fs::read_to_string(repository("deploy/gateway.yaml")).expect("deploy/gateway.yaml");
         cluster.apply(&manifest).await.expect("apply deploy/gateway.yaml");
         let pods: Api<k8s_openapi::api::core::v1::Pod> = Api::namespaced(self.client.clone(), NAMESPACE);

@@ -36,12 +36,7 @@ impl Product<'_> {
     /// As [`Self::install_gateways`].
     pub async fn install_gateways_in(&mut self, cluster: &str, namespaces: &[&str]) -> Result<()> {
         let target = self.lab.cluster(cluster);
-        for crd in ["sandboxaccesses", "sandboxgateways"] {
-            target
-                .apply(&repository_file(&format!("crds/{crd}.kilo.squat.ai.yaml"))?)
-                .await?;
-        }
-        target.wait_for_crd("sandboxgateways.kilo.squat.ai").await?;
+        target.install_crds(&["sandboxaccesses", "sandboxgateways"]).await?;
         target.apply(&repository_file("deploy/gateway.yaml")?).await?;
         for words in configuration(target.plan(), namespaces) {
             target.kubectl(words).await?;

@@ -29,7 +29,7 @@ impl Demo<'_> {
     pub(super) async fn equal_cidrs(&mut self) -> anyhow::Result<()> {
         println!("{TOPOLOGY}");
         let [hub, member, other] = [HUB, MEMBER, OTHER].map(|name| self.lab.cluster(name));
-        self.title("install: crds/ and deploy/, with kubectl, as README.md describes");
+        self.title("install: crds/ and deploy/, as README.md describes");
         let product = Product::install(self.lab, &[HUB, MEMBER, OTHER], Tunnel::Shipped, &|line| {
             println!("  {line}")
         })

@@ -23,7 +23,7 @@ impl Demo<'_> {
     /// Runs the scenario.
     pub(super) async fn failover(&mut self) -> anyhow::Result<()> {
         let [hub, member, other] = [HUB, MEMBER, OTHER].map(|name| self.lab.cluster(name));
-        self.title("install: crds/ and deploy/, with kubectl, as README.md describes");
+        self.title("install: crds/ and deploy/, as README.md describes");
         let names = [HUB, MEMBER, OTHER];
         let product = Product::install(self.lab, &names, Tunnel::Shipped, &|line| println!("  {line}")).await?;
         let (from, to) = (member.run_web().await?, other.run_web().await?);

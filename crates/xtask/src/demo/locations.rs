@@ -36,7 +36,7 @@ impl Demo<'_> {
     pub(super) async fn locations(&mut self) -> anyhow::Result<()> {
         println!("{TOPOLOGY}");
         let [hub, member] = [HUB, MEMBER].map(|name| self.lab.cluster(name));
-        self.title("install: crds/ and deploy/, with kubectl, as README.md describes");
+        self.title("install: crds/ and deploy/, as README.md describes");
         let product = Product::install(self.lab, &[HUB, MEMBER], Tunnel::Shipped, &|line| println!("  {line}")).await?;
         for (node, location) in LOCATIONS {
             let label = format!("topology.kubernetes.io/region={location}");

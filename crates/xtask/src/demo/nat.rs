@@ -33,7 +33,7 @@ impl Demo<'_> {
     pub(super) async fn nat(&mut self) -> anyhow::Result<()> {
         println!("{TOPOLOGY}");
         let [hub, member, other] = [HUB, MEMBER, OTHER].map(|name| self.lab.cluster(name));
-        self.title("install: crds/ and deploy/, with kubectl, as README.md describes; one ClusterMesh");
+        self.title("install: crds/ and deploy/, as README.md describes; one ClusterMesh");
         let product = Product::install(self.lab, &[HUB, MEMBER, OTHER], Tunnel::Shipped, &|line| {
             println!("  {line}")
         })

@@ -153,7 +153,7 @@ impl<'a> Demo<'a> {
     async fn set_up(&mut self) -> anyhow::Result<Scene<'a>> {
         let lab = self.lab;
         let [hub, member, sandbox] = [HUB, MEMBER, SANDBOX].map(|name| lab.cluster(name));
-        self.title("install: crds/ and deploy/, with kubectl, as README.md describes");
+        self.title("install: crds/ and deploy/, as README.md describes");
         let clusters = [HUB, MEMBER, SANDBOX];
         let mut product = Product::install(lab, &clusters, Tunnel::Shipped, &|line| println!("  {line}")).await?;
         println!(
