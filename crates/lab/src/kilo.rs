@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::{ArtefactSet, Cluster, Error, ImageSpec, Lab, Result, Tools, command, product};
+use crate::{ArtefactSet, Cluster, Error, ImageSpec, Lab, Result, Tools, command};
 
 /// Environment variable with the path of Kilo's program `kg`, statically linked.
 pub const KG_BIN: &str = "KG_BIN";

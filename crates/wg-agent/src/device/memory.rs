@@ -20,6 +20,7 @@ struct MemoryState {
     applied: Vec<PeerChange>,
     altered: BTreeSet<Altered>,
     closed: bool,
+    deleted: bool,
 }
 
 impl Memory {
@@ -50,6 +51,11 @@ impl Memory {
     /// Marks a part as changed by another program, until it is repaired.
     pub fn alter(&self, part: Altered) {
         self.state().altered.insert(part);
+    }
+
+    /// Deletes the interface, as another program could.
+    pub fn delete(&self) {
+        self.state().deleted = true;
     }
 
     /// True after [`Device::close`].
@@ -86,6 +92,9 @@ impl Device for Memory {
 
     fn observe(&self) -> Result<Observed, DeviceError> {
         let state = self.state();
+        if state.deleted {
+            return Err(DeviceError::Gone(self.interface().to_owned()));
+        }
         let peers = state.peers.iter().map(|(key, spec)| {
             let stats = PeerStats {
                 endpoint: spec.endpoint,

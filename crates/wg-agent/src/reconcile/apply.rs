@@ -50,8 +50,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             .iter()
             .any(|error| matches!(error, route::Error::NoDevice(_)))
         {
-            // The interface was deleted: the next pass creates it again.
-            self.device.open = None;
+            self.close_failed_device();
         }
         Ok(outcome
             .failed

@@ -55,8 +55,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             && let Err(error) = open.device.observe()
         {
             tracing::warn!(%error, "the device failed and is opened again");
-            self.deps.report.metrics.count_repairs("device", 1);
-            self.device.open = None;
+            self.close_failed_device();
         }
         let public = self.deps.key.public();
         let Some(open) = &mut self.device.open else {
@@ -73,6 +72,13 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             }
         }
         Ok(false)
+    }
+
+    /// Closes a device that failed, most likely because another program deleted its interface. The next pass opens it again: a repair.
+    pub(super) fn close_failed_device(&mut self) {
+        if self.device.open.take().is_some() {
+            self.deps.report.metrics.count_repairs("device", 1);
+        }
     }
 
     fn open_device(&mut self, configuration: &Configuration) -> Result<(), DeviceError> {
@@ -118,8 +124,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         let mut observed = match device.observe() {
             Ok(observed) => observed,
             Err(error) => {
-                // Most likely the interface was deleted: the next pass creates it again.
-                self.device.open = None;
+                self.close_failed_device();
                 return Err(trouble(error));
             }
         };

@@ -1,14 +1,74 @@
 use std::time::Duration;
 
 use clustermesh_core::observe::{Endpoint, PeerRole, PeerSpec};
+use clustermesh_daemon::Readiness;
 
 use super::*;
-use crate::source::{
-    objects::{OwnNode, ParsedPeer},
-    watch::WatchedKind,
+use crate::{
+    args::Mtu,
+    device::Backend as ChosenBackend,
+    firewall, identity,
+    metrics::Metrics,
+    route::Memory as MemoryRouting,
+    source::{
+        objects::{OwnNode, ParsedPeer},
+        watch::WatchedKind,
+    },
+    status::Dump,
 };
 
+mod failed_device;
 mod kg;
+
+type Agent = Reconciler<MemoryRouting, firewall::Memory>;
+
+/// Returns an agent with backends in memory, its published annotations, and its directory.
+fn agent(open: Opener) -> (Agent, watch::Receiver<DesiredAnnotations>, tempfile::TempDir) {
+    let directory = tempfile::tempdir().unwrap();
+    let file = |name: &str| directory.path().join(name);
+    let (publish, published) = watch::channel(DesiredAnnotations::default());
+    let agent = Reconciler::new(Dependencies {
+        key: identity::key::load_or_create(&file("key")).unwrap(),
+        cluster: ClusterView {
+            server: Server {
+                host: Ok("192.0.2.1".parse().unwrap()),
+                port: 6443,
+            },
+            store: Store::default(),
+            host_names: watch::channel(BTreeSet::new()).0,
+            datapath_problem: watch::channel(None).1,
+        },
+        kernel: Kernel {
+            routing: MemoryRouting::default(),
+            firewall: FirewallManager::new(firewall::Memory::default()),
+            open,
+        },
+        cache: CacheWriter {
+            content: watch::channel(CacheContent::default()).0,
+            confirmed: UnixTime::default(),
+            max_lag: Duration::from_secs(60),
+        },
+        publish,
+        report: PassReporter::new(Readiness::new(), Metrics::default(), Dump::default()),
+        config: Config {
+            node_name: "a".to_owned(),
+            kubeconfig: None,
+            backend: ChosenBackend::Auto,
+            interface: "kilo0".parse().unwrap(),
+            port: 51820,
+            range: identity::address::Range::new("100.66.0.0/16".parse().unwrap()).unwrap(),
+            key_file: file("key"),
+            cache_file: file("cache"),
+            cache_max_age: Duration::from_secs(3600),
+            mtu: Mtu::Fixed(1380),
+            offload: true,
+            bypass: Vec::new(),
+            listen: "127.0.0.1:0".parse().unwrap(),
+            metrics_per_peer: false,
+        },
+    });
+    (agent, published, directory)
+}
 
 fn listed<V>(objects: impl IntoIterator<Item = (&'static str, V)>) -> WatchedKind<V> {
     WatchedKind::Listed(

@@ -4,71 +4,9 @@ use std::time::UNIX_EPOCH;
 
 use clustermesh_agent_core::routes::{self, Routes};
 use clustermesh_api::names::NODE_AGENT;
-use clustermesh_daemon::Readiness;
 
 use super::{super::device::OpenDevice, *};
-use crate::firewall::Backend as _;
-use crate::{
-    args::Mtu,
-    cache::{CacheContent, SavedObjects},
-    device::{Backend, Memory as MemoryDevice},
-    firewall, identity,
-    metrics::Metrics,
-    publish::DesiredAnnotations,
-    route::Memory as MemoryRouting,
-    source::objects::OwnNode,
-    status::Dump,
-};
-
-type Agent = Reconciler<MemoryRouting, firewall::Memory>;
-
-/// Returns an agent, its published annotations, and its directory.
-fn agent(open: Opener) -> (Agent, watch::Receiver<DesiredAnnotations>, tempfile::TempDir) {
-    let directory = tempfile::tempdir().unwrap();
-    let file = |name: &str| directory.path().join(name);
-    let (publish, published) = watch::channel(DesiredAnnotations::default());
-    let agent = Reconciler::new(Dependencies {
-        key: identity::key::load_or_create(&file("key")).unwrap(),
-        cluster: ClusterView {
-            server: Server {
-                host: Ok("192.0.2.1".parse().unwrap()),
-                port: 6443,
-            },
-            store: Store::default(),
-            host_names: watch::channel(BTreeSet::new()).0,
-            datapath_problem: watch::channel(None).1,
-        },
-        kernel: Kernel {
-            routing: MemoryRouting::default(),
-            firewall: FirewallManager::new(firewall::Memory::default()),
-            open,
-        },
-        cache: CacheWriter {
-            content: watch::channel(CacheContent::default()).0,
-            confirmed: UnixTime::default(),
-            max_lag: Duration::from_secs(60),
-        },
-        publish,
-        report: PassReporter::new(Readiness::new(), Metrics::default(), Dump::default()),
-        config: Config {
-            node_name: "a".to_owned(),
-            kubeconfig: None,
-            backend: Backend::Auto,
-            interface: "kilo0".parse().unwrap(),
-            port: 51820,
-            range: identity::address::Range::new("100.66.0.0/16".parse().unwrap()).unwrap(),
-            key_file: file("key"),
-            cache_file: file("cache"),
-            cache_max_age: Duration::from_secs(3600),
-            mtu: Mtu::Fixed(1380),
-            offload: true,
-            bypass: Vec::new(),
-            listen: "127.0.0.1:0".parse().unwrap(),
-            metrics_per_peer: false,
-        },
-    });
-    (agent, published, directory)
-}
+use crate::device::Memory as MemoryDevice;
 
 /// A store with one Node, the agent's own. Its annotation `last-seen` of kg is this many seconds old; `None` = kg removed the annotation.
 fn cluster(last_seen_ago: Option<u64>) -> Store {
