@@ -52,7 +52,7 @@ macro_rules! each_device_test {
 
 const PORT: u16 = 51820;
 /// Time limit of every wait. An emulated machine is slow, and WireGuard retries a handshake after five seconds.
-pub const TIMEOUT: Duration = Duration::from_secs(30);
+pub const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A network namespace with a device. Node `n` has the inner addresses 10.9.0.n and fd09::n.
 pub struct Node {
@@ -135,6 +135,11 @@ impl Node {
 
     pub fn reaches(&self, other: u8) -> bool {
         self.ns.pings(&format!("10.9.0.{other}"))
+    }
+
+    /// Like [`Self::reaches`], for a ping that must be answered.
+    pub fn reaches_patiently(&self, other: u8) -> bool {
+        self.ns.pings_patiently(&format!("10.9.0.{other}"))
     }
 
     /// The peers by key, as `wg` shows them: preshared key, endpoint, sorted allowed IPs, keepalive.

@@ -10,6 +10,7 @@ pub mod kubeconfig;
 pub mod netns;
 pub mod pair;
 pub mod path;
+pub mod sessions;
 pub mod test_env;
 pub mod traffic;
 

@@ -17,8 +17,8 @@ use std::{
 
 use nix::sched::{CloneFlags, setns, unshare};
 
-/// Time limit for connecting, and for each read of the receiver in [`transfer`].
-const IO_TIMEOUT: Duration = Duration::from_secs(20);
+/// Time limit for connecting, and for each read in [`transfer`].
+const IO_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A network namespace whose loopback interface is up.
 pub struct NetNs {
@@ -140,9 +140,14 @@ impl NetNs {
         Running { description, child }
     }
 
-    /// Sends one ping; `true` = it is answered within a second.
+    /// Sends one ping; `true` = it is answered within a second. For an attempt that may fail.
     pub fn pings(&self, address: &str) -> bool {
         self.output("ping", &["-n", "-c1", "-W1", address]).status.success()
+    }
+
+    /// Sends one ping; `true` = it is answered within 30 s. For a ping that must be answered, also on a loaded machine.
+    pub fn pings_patiently(&self, address: &str) -> bool {
+        self.output("ping", &["-n", "-c1", "-W30", address]).status.success()
     }
 
     /// Reads a sysctl such as `net/ipv4/ip_forward`.
@@ -214,14 +219,16 @@ pub fn unique_name(prefix: &str) -> String {
     )
 }
 
-/// Polls every 10 ms until there is a value. Panics with `what` after `at_most`.
+/// Polls every 10 ms until there is a value. Panics with `what` after `at_most`. The last poll starts after this time, so a stall of this
+/// process hides no value.
 pub fn wait_for<T>(what: &str, at_most: Duration, mut poll: impl FnMut() -> Option<T>) -> T {
     let deadline = Instant::now() + at_most;
     loop {
+        let is_last = Instant::now() >= deadline;
         if let Some(value) = poll() {
             return value;
         }
-        assert!(Instant::now() < deadline, "waited {at_most:?} for {what}");
+        assert!(!is_last, "waited {at_most:?} for {what}");
         thread::sleep(Duration::from_millis(10));
     }
 }
@@ -261,9 +268,7 @@ pub fn transfer(from: &NetNs, to: &NetNs, address: &str, bytes: usize) {
         let mut stream = from
             .enter(|| TcpStream::connect_timeout(&address, IO_TIMEOUT))
             .expect("connect");
-        stream
-            .set_read_timeout(Some(Duration::from_secs(30)))
-            .expect("set a timeout");
+        stream.set_read_timeout(Some(IO_TIMEOUT)).expect("set a timeout");
         let data: Vec<u8> = (0..bytes).map(|at| (at % 251) as u8).collect();
         stream.write_all(&data).expect("write");
         stream.shutdown(Shutdown::Write).expect("shut down");

@@ -283,11 +283,14 @@ impl Site {
         lines.map(|(key, rest)| (key.to_owned(), rest.to_owned())).collect()
     }
 
-    /// Requests a page of the admin port; empty if there is no response.
+    /// Requests a page of the admin port until there is a response.
     pub fn page(&self, path: &str) -> String {
         let url = format!("http://127.0.0.1:9587{path}");
-        let output = self.ns.output("curl", &["-sS", "-m", "5", &url]);
-        String::from_utf8_lossy(&output.stdout).into_owned()
+        wait_for(&format!("{path} of {}", self.node()), TIMEOUT, || {
+            let output = self.ns.output("curl", &["-sS", "-m", "30", &url]);
+            let text = String::from_utf8_lossy(&output.stdout).into_owned();
+            (output.status.success() && !text.is_empty()).then_some(text)
+        })
     }
 
     /// Waits until `/readyz` reports that the agent is ready, without remarks.

@@ -253,7 +253,7 @@ impl Mesh {
         }
         if f.outer.is_some() {
             // The pings start the first handshake.
-            wait_for("the tunnel", Duration::from_secs(15), || {
+            wait_for("the tunnel", Duration::from_secs(60), || {
                 member_pod.pings(f.hub_pod).then_some(())
             });
         }

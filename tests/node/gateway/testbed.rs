@@ -123,12 +123,26 @@ fn repository(path: &str) -> String {
 }
 
 impl Sandbox {
-    pub(crate) fn tcp_reply(&self, to: SocketAddr) -> Option<String> {
-        TcpConnection::open(&self.ns, to)?.request()
+    /// The reply to a request, which must be answered.
+    #[track_caller]
+    pub(crate) fn tcp_reply(&self, to: SocketAddr) -> String {
+        TcpConnection::open(&self.ns, to).request()
     }
 
-    pub(crate) fn udp_reply(&self, to: SocketAddr) -> Option<String> {
+    /// Like [`Self::tcp_reply`], over UDP.
+    #[track_caller]
+    pub(crate) fn udp_reply(&self, to: SocketAddr) -> String {
         UdpFlow::open(&self.ns, to).request()
+    }
+
+    /// The reply to a request within a short time.
+    pub(crate) fn try_tcp_reply(&self, to: SocketAddr) -> Option<String> {
+        TcpConnection::try_open(&self.ns, to)?.try_request()
+    }
+
+    /// Like [`Self::try_tcp_reply`], over UDP.
+    pub(crate) fn try_udp_reply(&self, to: SocketAddr) -> Option<String> {
+        UdpFlow::open(&self.ns, to).try_request()
     }
 
     /// Sends requests until `pod` replies. The first may be lost while the WireGuard session is established.
@@ -136,7 +150,7 @@ impl Sandbox {
         wait_until(
             format!("{} to get a reply from {pod} at {to}", self.name),
             TIMEOUT,
-            async || match self.tcp_reply(to) {
+            async || match self.try_tcp_reply(to) {
                 Some(answer) if answer.starts_with(pod) => Ok(()),
                 other => Err(format!("{other:?}")),
             },
@@ -150,7 +164,7 @@ impl Sandbox {
     pub(crate) async fn wait_for_answers_only_from(&self, to: SocketAddr, pod: &str) {
         wait_until(format!("only {pod} to answer at {to}"), TIMEOUT, async || {
             match (0..24)
-                .map(|_| self.tcp_reply(to))
+                .map(|_| self.try_tcp_reply(to))
                 .find(|answer| answer.as_ref().is_none_or(|answer| !answer.starts_with(pod)))
             {
                 None => Ok(()),

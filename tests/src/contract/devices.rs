@@ -26,7 +26,7 @@ pub fn free_port_is_opened_and_port_in_use_changes_nothing(backend: Backend) {
     let (port_in_use, free_port) = (with_port(51998), with_port(51999));
     let error = a.configure(&port_in_use).expect_err("the port is in use");
     assert!(matches!(error, DeviceError::Listen { port: 51998, .. }), "{error}");
-    assert!(a.reaches(2) && b.reaches(1));
+    assert!(a.reaches_patiently(2) && b.reaches_patiently(1));
     assert_eq!(
         (a.observe().listen_port, a.wg_device()),
         (PORT, ["51820", "off"].map(ToOwned::to_owned))
@@ -53,7 +53,7 @@ pub fn outer_packets_carry_the_current_fwmark(backend: Backend) {
         };
         a.configure(&configuration).expect("configure");
         let before = counters(&a.ns);
-        assert!(a.reaches(2) && b.reaches(1));
+        assert!(a.reaches_patiently(2) && b.reaches_patiently(1));
         let after = counters(&a.ns);
         assert!(after[rule] > before[rule], "{before:?} {after:?}");
         assert!(
@@ -118,7 +118,7 @@ pub fn unroutable_inner_packet_gets_an_icmp_error(backend: Backend) {
     node.add(2, None);
     for [v4, v6] in [["10.9.0.2", "fd09::2"], ["10.9.0.3", "fd09::3"]] {
         for (address, words) in [(v4, "Destination Host Unreachable"), (v6, "Address unreachable")] {
-            let output = node.ns.output("ping", &["-n", "-c1", "-W5", address]);
+            let output = node.ns.output("ping", &["-n", "-c1", "-W30", address]);
             let stdout = String::from_utf8_lossy(&output.stdout);
             assert!(stdout.contains(words), "{address}: {output:?}");
         }

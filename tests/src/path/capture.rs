@@ -28,7 +28,7 @@ impl Capture {
             .stdout(file.reopen().unwrap())
             .stderr(messages.reopen().unwrap());
         let tcpdump = ns.spawn_command(&mut command);
-        wait_until("tcpdump to listen", Duration::from_secs(10), || {
+        wait_until("tcpdump to listen", Duration::from_secs(60), || {
             std::fs::read_to_string(messages.path())
                 .unwrap()
                 .contains("listening on")
@@ -42,14 +42,17 @@ impl Capture {
     /// Sends end packets in `ns` from `from` to `to` until the capture shows one. Returns the other captured packets, one
     /// line of tcpdump each.
     pub fn finish(self, ns: &NetNs, from: &str, to: &str) -> Vec<String> {
+        let from = SocketAddr::new(from.parse().unwrap(), 0);
+        let socket = ns.enter(|| UdpSocket::bind(from)).unwrap();
+        // The source port distinguishes these end packets from those of another capture.
+        let source = format!(".{} > ", socket.local_addr().unwrap().port());
         let send_end = || {
-            let from = SocketAddr::new(from.parse().unwrap(), 0);
-            let socket = ns.enter(|| UdpSocket::bind(from)).unwrap();
             let _ = socket.send_to(b"end", SocketAddr::new(to.parse().unwrap(), END_PORT));
             let text = std::fs::read_to_string(self.file.path()).unwrap();
-            text.contains(&format!(".{END_PORT}: ")).then_some(text)
+            let mut ends = text.lines().filter(|line| line.contains(&format!(".{END_PORT}: ")));
+            ends.any(|line| line.contains(&source)).then_some(text)
         };
-        let text = wait_for("an end packet in the capture", Duration::from_secs(10), send_end);
+        let text = wait_for("an end packet in the capture", Duration::from_secs(60), send_end);
         text.lines()
             .filter(|line| !line.contains(&format!(".{END_PORT}: ")))
             .map(str::to_owned)

@@ -144,7 +144,7 @@ impl Star {
                     let to = pod(b.number, family).to_string();
                     wait_until(
                         &format!("node {} to reach {to}", a.number),
-                        Duration::from_secs(15),
+                        Duration::from_secs(60),
                         || a.pod.pings(&to),
                     );
                 }
@@ -352,7 +352,7 @@ pub fn probe_sizes(from: &NetNs, to: IpAddr, sizes: impl Iterator<Item = u16>) -
     let mut echoed: Option<RangeInclusive<u16>> = None;
     let mut too_large = Vec::new();
     for size in sizes {
-        let passed = (0..5).find_map(|_| probe_once(&socket, usize::from(size - headers)));
+        let passed = (0..150).find_map(|_| probe_once(&socket, usize::from(size - headers)));
         match passed.unwrap_or_else(|| panic!("{} -> {to}: no reply and no error for {size} bytes", from.name)) {
             true => echoed = Some(echoed.map_or(size..=size, |r| *r.start()..=size)),
             false => too_large.push(size),

@@ -4,13 +4,16 @@ use std::{
     io::{self, Read, Write},
     net::{IpAddr, SocketAddr, TcpListener, TcpStream, UdpSocket},
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use clustermesh_agent_core::numbers::MARK_UNDERLAY;
 use nix::sys::socket::{setsockopt, sockopt};
 
 use crate::netns::NetNs;
+
+/// Time limit of a connection or response that must come, also on a loaded machine.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Serves HTTP until the test ends. The response is the source address of the client.
 pub fn serve(ns: &NetNs, address: &str, port: u16) {
@@ -26,7 +29,7 @@ pub fn serve(ns: &NetNs, address: &str, port: u16) {
 }
 
 fn answer(mut stream: TcpStream) -> io::Result<()> {
-    stream.set_read_timeout(Some(Duration::from_secs(2)))?;
+    stream.set_read_timeout(Some(PATIENCE))?;
     let from = stream.peer_addr()?.ip().to_string();
     let _ = stream.read(&mut [0; 4096])?;
     write!(
@@ -46,15 +49,16 @@ pub fn outer_socket(ns: &NetNs, address: &str, port: u16) -> UdpSocket {
     socket
 }
 
-/// Opens a TCP connection from a network namespace.
-pub fn connect(ns: &NetNs, to: &str, port: u16) -> io::Result<TcpStream> {
+/// Opens a TCP connection, which must be accepted, from a network namespace.
+pub fn connect(ns: &NetNs, to: &str, port: u16) -> TcpStream {
     let to = SocketAddr::new(to.parse::<IpAddr>().unwrap(), port);
-    ns.enter(|| TcpStream::connect_timeout(&to, Duration::from_secs(1)))
+    ns.enter(|| TcpStream::connect_timeout(&to, PATIENCE)).unwrap()
 }
 
-/// Sends a request to a [`serve`] server. Returns the source address that the server sees.
+/// Sends a request to a [`serve`] server, as an attempt that may fail after a second. Returns the source address that the server sees.
 pub fn request(ns: &NetNs, to: &str, port: u16) -> io::Result<String> {
-    let mut stream = connect(ns, to, port)?;
+    let to = SocketAddr::new(to.parse::<IpAddr>().unwrap(), port);
+    let mut stream = ns.enter(|| TcpStream::connect_timeout(&to, Duration::from_secs(1)))?;
     stream.set_read_timeout(Some(Duration::from_secs(3)))?;
     stream.write_all(b"GET / HTTP/1.0\r\n\r\n")?;
     let mut text = String::new();
@@ -63,15 +67,16 @@ pub fn request(ns: &NetNs, to: &str, port: u16) -> io::Result<String> {
 }
 
 /// Like [`request`], with retries: the first packets in new namespaces may be lost during neighbour discovery (ARP, NDP). Panics if
-/// there is no response for 10 s.
+/// there is no response for [`PATIENCE`].
 pub fn source_of(ns: &NetNs, to: &str, port: u16) -> String {
-    let mut last = String::new();
-    let deadline = std::time::Instant::now() + Duration::from_secs(10);
-    while std::time::Instant::now() < deadline {
+    let mut last;
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let is_last = Instant::now() >= deadline;
         match request(ns, to, port) {
             Ok(source) => return source,
             Err(error) => last = error.to_string(),
         }
+        assert!(!is_last, "{} -> {to}:{port}: {last}", ns.name);
     }
-    panic!("{} -> {to}:{port}: {last}", ns.name)
 }

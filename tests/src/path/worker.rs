@@ -116,7 +116,7 @@ impl MeshWithWorker {
         socket.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
         let mut buffer = [0; 100];
         let reply = format!("a reply over UDP while {state}");
-        wait_for(&reply, Duration::from_secs(5), || {
+        wait_for(&reply, Duration::from_secs(60), || {
             socket.send(b"hello").ok()?;
             let length = socket.recv(&mut buffer).ok()?;
             Some(String::from_utf8_lossy(&buffer[..length]).into_owned())

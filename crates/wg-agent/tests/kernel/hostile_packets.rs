@@ -93,7 +93,7 @@ fn handshake_flood_stalls_no_peer_and_blocks_no_new_one(outer: &'static Outer) {
     testbed.attacker.set_sysctl("net/ipv6/ip_nonlocal_bind", "1");
     // The attacker cannot send a neighbour solicitation from such an address. A ping from its own address first
     // creates its neighbour entry for the victim.
-    assert!(testbed.attacker.pings(&outer.victim.to_string()));
+    assert!(testbed.attacker.pings_patiently(&outer.victim.to_string()));
     testbed
         .victim
         .ip(&format!("route add {} via {}", outer.range, outer.attacker));

@@ -65,7 +65,7 @@ fn accepted_source_route_reaches_no_closed_address() {
         let (length, from) = socket.recv_from(&mut buffer).ok()?;
         Some((from.ip(), String::from_utf8_lossy(&buffer[..length]).into_owned()))
     };
-    wait_until("a packet to the open socket", Duration::from_secs(10), || {
+    wait_until("a packet to the open socket", Duration::from_secs(60), || {
         send(&[], b"honest");
         received(&open).is_some()
     });
@@ -78,7 +78,7 @@ fn accepted_source_route_reaches_no_closed_address() {
     // Packets arrive in order: when the last packet has arrived, no earlier packet is still on its way.
     while received(&open).is_some() {}
     send(&[], b"last");
-    wait_until("the last packet", Duration::from_secs(10), || {
+    wait_until("the last packet", Duration::from_secs(60), || {
         received(&open).is_some_and(|(_, text)| text == "last")
     });
     assert_eq!(others.map(|socket| received(&socket)), [None, None, None]);

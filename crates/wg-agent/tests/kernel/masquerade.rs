@@ -118,7 +118,7 @@ fn check_flows(f: &'static Family, mesh: &Mesh) {
     assert_eq!(source_of(&mesh.member_pod, f.hub_pod, 8080), f.member_pod);
     assert_eq!(source_of(&mesh.hub_pod, f.member_pod, 8080), f.hub_pod);
     assert_eq!(source_of(&mesh.member, f.hub_pod, 8080), f.member_wireguard);
-    assert!(mesh.hub_pod.pings(f.member_pod));
+    assert!(mesh.hub_pod.pings_patiently(f.member_pod));
     // A Service of the member with a remote endpoint. kube-proxy marks connections from the node itself for masquerading.
     assert_eq!(source_of(&mesh.member_pod, f.local_service, 80), f.member_pod);
     assert_eq!(source_of(&mesh.member, f.local_service, 80), f.member_wireguard);
@@ -197,7 +197,7 @@ fn flows_pass_kube_proxy_and_cilium_legacy_routing_rules(f: &'static Family) {
     // the hub node's address is in a mesh network.
     let [ours, theirs] =
         [(&mesh.member, f.member), (&mesh.hub, f.hub)].map(|(ns, at)| path::outer_socket(ns, at, 51820));
-    wait_for("an outer packet", Duration::from_secs(5), || {
+    wait_for("an outer packet", Duration::from_secs(60), || {
         ours.send_to(b"outer", (f.hub.parse::<IpAddr>().unwrap(), 51820))
             .expect("send an outer packet");
         theirs.recv_from(&mut [0; 10]).ok()

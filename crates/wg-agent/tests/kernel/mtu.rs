@@ -51,7 +51,7 @@ fn check_sizes(star: &Star, other: u8, largest: [u16; 2]) {
 fn pings(from: &netns::NetNs, to: IpAddr, size: u16) -> bool {
     let headers = if to.is_ipv4() { 28 } else { 48 };
     let length = (size - headers).to_string();
-    let args = ["-n", "-c1", "-W2", "-M", "do", "-s", &length, &to.to_string()];
+    let args = ["-n", "-c1", "-W30", "-M", "do", "-s", &length, &to.to_string()];
     from.output("ping", &args).status.success()
 }
 
@@ -137,7 +137,7 @@ fn smaller_path_mtu_is_learned_and_applied() {
     star.sites[1].ns.ip("link set eth0 mtu 1400");
     // Before the next pass, the sender fragments outer packets as soon as it receives the router's ICMP error.
     check_ipv4_sizes(&star, 1420);
-    wait_until("the kernel to learn the path MTU", Duration::from_secs(5), || {
+    wait_until("the kernel to learn the path MTU", Duration::from_secs(60), || {
         check_ipv4_sizes(&star, 1420);
         // The MTU that the next pass will set, from the path MTUs that the kernel knows. The device still has 1420.
         star.sites[0].sizes().device == 1320
@@ -204,7 +204,7 @@ fn endpoint_in_allowed_ips_is_reached_through_the_tunnel(outer: Family) {
     for family in [V4, V6] {
         for from in [node, &star.sites[0].pod] {
             let to = underlay(2, family).to_string();
-            let output = from.output("ping", &["-n", "-c5", "-i0.05", "-W2", &to]);
+            let output = from.output("ping", &["-n", "-c5", "-i0.05", "-W30", &to]);
             assert!(output.status.success(), "{} -> {to}: {output:?}", from.name);
         }
     }

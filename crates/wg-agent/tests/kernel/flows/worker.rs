@@ -15,7 +15,7 @@ pub(crate) fn worker_in_the_hub_replies_on_the_path_of_the_request(f: &'static F
     let assert_replies_by_eth0 = |why: &str| {
         assert_eq!(source_of(&w.mesh.hub_pod, f.worker, 9090), f.hub_pod, "{why}");
         assert_eq!(w.ask_echo(&w.mesh.hub_pod, 9091, why), "hello");
-        assert!(w.mesh.hub_pod.pings(f.worker), "{why}");
+        assert!(w.mesh.hub_pod.pings_patiently(f.worker), "{why}");
     };
     assert_replies_by_eth0("the tunnel is up");
     assert_eq!(source_of(&w.worker_pod, f.hub_pod, 8080), f.worker_pod);

@@ -32,9 +32,9 @@ pub(crate) const FRIEND: u8 = 2;
 /// A peer of the victim from which the attacks come.
 pub(crate) const ATTACKER: u8 = 3;
 pub(crate) const PORT: u16 = 51820;
-pub(crate) const TIMEOUT: Duration = Duration::from_secs(20);
-/// A gap between replies longer than this is a stall, even on a busy machine.
-pub(crate) const STALL: Duration = Duration::from_secs(5);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
+/// A gap between replies through the tunnel is a stall if it is longer than the longest gap outside the tunnel by this time.
+pub(crate) const STALL: Duration = Duration::from_secs(10);
 /// The limit of memory growth during an attack.
 pub(crate) const MAX_MEMORY_GROWTH: u64 = 64 << 20;
 /// The UDP port at which the victim echoes.
@@ -168,9 +168,7 @@ impl Testbed {
             .victim
             .enter(|| UdpSocket::bind(address))
             .expect("bind an inner socket");
-        socket
-            .set_read_timeout(Some(Duration::from_millis(200)))
-            .expect("a timeout");
+        socket.set_read_timeout(Some(TIMEOUT)).expect("a timeout");
         socket
     }
 }
@@ -204,51 +202,44 @@ pub(crate) fn open(outer: &Outer, ns: &NetNs, number: u8, peers: &[PeerChange]) 
     (interface, device)
 }
 
-/// Continuous requests from the friend to the victim. [`Self::finish`] checks the longest gap between replies.
+/// Continuous requests from the friend to the victim through the tunnel, and as a control also directly over their link.
+/// [`Self::finish`] compares the longest gaps between replies.
 pub(crate) struct Conversation {
     stop: Arc<AtomicBool>,
     answers: Arc<AtomicU64>,
-    echo: JoinHandle<()>,
-    requester: JoinHandle<Duration>,
+    echoes: [JoinHandle<()>; 2],
+    tunnel: JoinHandle<Duration>,
+    control: JoinHandle<Duration>,
 }
 
 impl Conversation {
     pub(crate) fn start(testbed: &Testbed) -> Self {
-        let echo = testbed.inner_socket(ECHO_PORT);
-        let requester = testbed.friend.enter(|| {
-            let socket = UdpSocket::bind("10.9.0.2:0").expect("bind");
-            socket.connect(("10.9.0.1", ECHO_PORT)).expect("connect");
-            socket
-        });
-        requester
-            .set_read_timeout(Some(Duration::from_millis(20)))
-            .expect("a timeout");
         let stop = Arc::new(AtomicBool::new(false));
         let answers = Arc::new(AtomicU64::new(0));
-        let (echo_stop, requester_stop, counted) = (Arc::clone(&stop), Arc::clone(&stop), Arc::clone(&answers));
+        let inner = [VICTIM, FRIEND].map(|number| IpAddr::from(Ipv4Addr::new(10, 9, 0, number)));
+        let start = |[victim, friend]: [IpAddr; 2], counted: Arc<AtomicU64>, pause| {
+            let bind = |ns: &NetNs, address: IpAddr, port, timeout| {
+                let socket = ns.enter(|| UdpSocket::bind((address, port))).expect("bind");
+                socket.set_read_timeout(Some(timeout)).expect("a timeout");
+                socket
+            };
+            let echo = bind(&testbed.victim, victim, ECHO_PORT, Duration::from_millis(200));
+            let requester = bind(&testbed.friend, friend, 0, Duration::from_millis(20));
+            requester.connect((victim, ECHO_PORT)).expect("connect");
+            let (echo_stop, requester_stop) = (Arc::clone(&stop), Arc::clone(&stop));
+            (
+                std::thread::spawn(move || echo_until(&echo_stop, &echo)),
+                std::thread::spawn(move || longest_gap_until(&requester_stop, &requester, &counted, pause)),
+            )
+        };
+        let (tunnel_echo, tunnel) = start(inner, Arc::clone(&answers), Duration::ZERO);
+        let (control_echo, control) = start(testbed.outer.links[0], Arc::default(), Duration::from_millis(10));
         Self {
             stop,
             answers,
-            echo: std::thread::spawn(move || {
-                let mut buffer = [0; 64];
-                while !echo_stop.load(Ordering::Acquire) {
-                    if let Ok((length, from)) = echo.recv_from(&mut buffer) {
-                        let _ = echo.send_to(&buffer[..length], from);
-                    }
-                }
-            }),
-            requester: std::thread::spawn(move || {
-                let (mut longest, mut last) = (Duration::ZERO, Instant::now());
-                while !requester_stop.load(Ordering::Acquire) {
-                    let _ = requester.send(b"are you there?");
-                    if requester.recv(&mut [0; 64]).is_ok() {
-                        counted.fetch_add(1, Ordering::Release);
-                        longest = longest.max(last.elapsed());
-                        last = Instant::now();
-                    }
-                }
-                longest.max(last.elapsed())
-            }),
+            echoes: [tunnel_echo, control_echo],
+            tunnel,
+            control,
         }
     }
 
@@ -264,12 +255,37 @@ impl Conversation {
     pub(crate) fn finish(self) {
         self.wait_for_answers();
         self.stop.store(true, Ordering::Release);
-        let longest = self.requester.join().expect("the requesting thread");
-        self.echo.join().expect("the echo thread");
+        let [longest, control] = [self.tunnel, self.control].map(|thread| thread.join().expect("a requesting thread"));
+        for echo in self.echoes {
+            echo.join().expect("an echo thread");
+        }
         let answers = self.answers.load(Ordering::Acquire);
-        println!("{answers} replies, at most {longest:?} apart");
-        assert!(longest < STALL, "{longest:?} without a reply");
+        println!("{answers} replies, at most {longest:?} apart; {control:?} outside the tunnel");
+        assert!(longest < STALL + control, "{longest:?} without a reply");
     }
+}
+
+fn echo_until(stop: &AtomicBool, socket: &UdpSocket) {
+    let mut buffer = [0; 64];
+    while !stop.load(Ordering::Acquire) {
+        if let Ok((length, from)) = socket.recv_from(&mut buffer) {
+            let _ = socket.send_to(&buffer[..length], from);
+        }
+    }
+}
+
+fn longest_gap_until(stop: &AtomicBool, socket: &UdpSocket, answers: &AtomicU64, pause: Duration) -> Duration {
+    let (mut longest, mut last) = (Duration::ZERO, Instant::now());
+    while !stop.load(Ordering::Acquire) {
+        let _ = socket.send(b"are you there?");
+        if socket.recv(&mut [0; 64]).is_ok() {
+            answers.fetch_add(1, Ordering::Release);
+            longest = longest.max(last.elapsed());
+            last = Instant::now();
+            std::thread::sleep(pause);
+        }
+    }
+    longest.max(last.elapsed())
 }
 
 /// Environment variable that is set in a process that runs one test.

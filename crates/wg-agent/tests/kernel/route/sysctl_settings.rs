@@ -117,7 +117,7 @@ fn device_without_ipv6_gets_its_ipv4_routes() {
     );
     // All IPv4 routes of the plan, in the agent's table.
     assert_eq!(table(&ns, "-4", 5182).len(), 7);
-    wait_until("the addresses", Duration::from_secs(1), || {
+    wait_until("the addresses", Duration::from_secs(60), || {
         ns.sh("ip -4 -o addr show dev kilo0").contains("100.66.9.1")
     });
     // Reading the state back does not fail.

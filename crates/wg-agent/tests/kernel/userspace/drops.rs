@@ -12,13 +12,11 @@ pub(super) fn packets_from_and_to_a_removed_peer_are_dropped(options: Options) {
     wait_until("the first ping", TIMEOUT, || b.reaches(1));
     a.apply(&[PeerChange::Remove(public(2))]);
     assert!(!b.reaches(1) && !a.reaches(2));
-    let observed = a.observe();
-    assert!(observed.peers.is_empty());
-    assert!(
-        observed.drops["unknown_peer"] > 0 && observed.drops["no_peer"] > 0,
-        "{:?}",
-        observed.drops
-    );
+    assert!(a.observe().peers.is_empty());
+    wait_until("both drops to be counted", TIMEOUT, || {
+        let drops = a.observe().drops;
+        drops["unknown_peer"] > 0 && drops["no_peer"] > 0
+    });
 }
 
 pub(super) fn packet_without_peer_or_endpoint_gets_an_icmp_error(options: Options) {
@@ -27,7 +25,7 @@ pub(super) fn packet_without_peer_or_endpoint_gets_an_icmp_error(options: Option
     node.add(2, None);
     for [v4, v6] in [["10.9.0.2", "fd09::2"], ["10.9.0.3", "fd09::3"]] {
         let assert_ping_reports = |address: &str, error: &str| {
-            let output = node.ns.output("ping", &["-n", "-c1", "-W5", address]);
+            let output = node.ns.output("ping", &["-n", "-c1", "-W30", address]);
             let output = String::from_utf8_lossy(&output.stdout);
             assert!(output.contains(error), "{address}: {output}");
         };
@@ -50,8 +48,10 @@ pub(super) fn inner_source_outside_allowed_ips_is_dropped(options: Options) {
     let output =
         b.ns.output("ping", &["-n", "-c3", "-i0.2", "-W1", "-I", "10.66.0.1", "10.9.0.1"]);
     assert!(!output.status.success());
-    assert_eq!(a.observe().drops["foreign_source"], 3);
-    assert!(b.reaches(1));
+    wait_until("all pings to be dropped", TIMEOUT, || {
+        a.observe().drops["foreign_source"] == 3
+    });
+    assert!(b.reaches_patiently(1));
     assert_eq!(
         counters(&a.ns),
         [0, 1],
@@ -72,8 +72,8 @@ pub(super) fn garbage_datagrams_change_nothing(options: Options) {
         random ^= random << 5;
         random
     };
-    b.ns.enter(|| {
-        let socket = std::net::UdpSocket::bind("192.0.2.2:0").expect("bind");
+    let socket = b.ns.enter(|| std::net::UdpSocket::bind("192.0.2.2:0")).expect("bind");
+    let mut flood = || {
         for round in 0..20_000_u32 {
             // The first byte is the message type: 1 to 4 are valid, 0 and 5 are not. Each type comes with each length.
             let length = [0, 1, 3, 4, 31, 32, 33, 64, 92, 148, 149, next() as usize % 1500][round as usize % 12];
@@ -84,13 +84,16 @@ pub(super) fn garbage_datagrams_change_nothing(options: Options) {
             // An error of a full send queue is ignored.
             let _ = socket.send_to(&datagram, "192.0.2.1:51820");
         }
-    });
-    // The kernel drops the datagrams that do not fit into the receive queue, so not all are counted here.
+    };
+    // The kernel drops the datagrams that do not fit into the receive queue, so the flood is repeated until enough are counted.
     wait_until("the flood to be read", TIMEOUT, || {
+        flood();
         let drops = a.observe().drops;
         drops["invalid"] + drops["unknown_peer"] + drops["under_load"] > 5_000
     });
     let after = a.stats(2);
-    assert_eq!((after.endpoint, after.rx_bytes), (before.endpoint, before.rx_bytes));
-    assert!(a.reaches(2) && b.reaches(1));
+    assert_eq!(after.endpoint, before.endpoint);
+    // Only a keepalive and a handshake of WireGuard itself may be received.
+    assert!(after.rx_bytes - before.rx_bytes <= 300, "{before:?} {after:?}");
+    wait_until("a ping after the flood", TIMEOUT, || a.reaches(2) && b.reaches(1));
 }

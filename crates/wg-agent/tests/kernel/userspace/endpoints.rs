@@ -8,9 +8,11 @@ use wg_agent::device::Device;
 
 use super::{Node, Options, TIMEOUT, counters, node_pair, public};
 
-pub(super) fn restart_of_one_side_resumes_data_within_five_seconds(options: Options) {
+pub(super) fn restarted_side_starts_a_handshake_and_data_resumes(options: Options) {
     let [mut a, b] = node_pair(options);
     wait_until("the first ping", TIMEOUT, || b.reaches(1));
+    // Drops the other side's initiations (148 bytes and the UDP header): after 15 s without a reply, it would start a handshake itself.
+    b.ns.nft("table inet mute { chain out { type filter hook output priority 0; udp length 156 drop; }; }\n");
     for round in 0..5 {
         // A device ignores an initiation within 20 ms of the peer's last one, and the peer would repeat it only after 5 s.
         wait_until("the last handshake to be older", TIMEOUT, || {
@@ -30,12 +32,18 @@ pub(super) fn restart_of_one_side_resumes_data_within_five_seconds(options: Opti
         let began = Instant::now();
         a.add(2, Some("192.0.2.2:51820"));
         // The ping comes from the side that still has the old session.
-        wait_until("a ping after the restart", Duration::from_secs(5), || b.reaches(1));
+        wait_until("a ping after the restart", TIMEOUT, || b.reaches(1));
         println!("round {round}: {:?}", began.elapsed());
     }
 }
 
 pub(super) fn changed_endpoint_of_unreachable_peer_is_tried_at_once(options: Options) {
+    // Without an initiation to the new endpoint, the next retry would come about 4 s later. A stall of the machine may delay one attempt.
+    let limit = Duration::from_secs(2);
+    assert!((0..3).any(|_| time_to_handshake_at_new_endpoint(options) < limit));
+}
+
+fn time_to_handshake_at_new_endpoint(options: Options) -> Duration {
     let (mut a, mut b) = (Node::new(1, options), Node::new(2, options));
     veth(&a.ns, "eth0", &["192.0.2.1/24"], &b.ns, "eth0", &["192.0.2.2/24"]);
     b.add(1, None);
@@ -48,8 +56,10 @@ pub(super) fn changed_endpoint_of_unreachable_peer_is_tried_at_once(options: Opt
     let began = Instant::now();
     a.apply(&[PeerChange::Update(public(2), elsewhere)]);
     wait_until("a handshake", TIMEOUT, || a.stats(2).handshake_age.is_some());
-    assert!(began.elapsed() < Duration::from_secs(2), "{:?}", began.elapsed());
-    assert!(a.reaches(2) && b.reaches(1));
+    let time = began.elapsed();
+    println!("a handshake after {time:?}");
+    assert!(a.reaches_patiently(2) && b.reaches_patiently(1));
+    time
 }
 
 pub(super) fn outer_packets_carry_the_current_fwmark(options: Options) {

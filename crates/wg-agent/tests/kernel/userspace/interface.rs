@@ -1,8 +1,6 @@
 //! Tests the TUN interface: the agent uses no interface of another program, and its own remains when the process exits without
 //! `close`.
 
-use std::time::Duration;
-
 use clustermesh_tests::netns::{NetNs, unique_name, wait_until};
 use wg_agent::device::{
     Configuration, DeviceError,
@@ -88,7 +86,7 @@ pub(super) fn interface_remains_after_process_and_is_reused(options: Options) {
         a.ns.enter(|| Userspace::open_with(&a.interface, &a.configuration, options));
     a.device = Some(Box::new(device.expect("reuse the interface")));
     a.add(2, Some("192.0.2.2:51820"));
-    wait_until("a ping after the restart", Duration::from_secs(5), || b.reaches(1));
+    wait_until("a ping after the restart", TIMEOUT, || b.reaches(1));
     assert_eq!(shown(&a), before);
     // `remove_interface` removes the agent's interface, unless a process has it open.
     let in_use =
