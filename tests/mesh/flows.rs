@@ -448,7 +448,7 @@ async fn deletion_of_mesh_leaks_no_tunnelled_flow(mesh: &Mesh<'_>) {
         let ping = ["ping", "-n", "-i", "0.02", &ping];
         flows.push((node.pod_spawn("pod-ping", from.ip, ping).unwrap(), "bytes from"));
         let probe = mesh.probe();
-        let stream = [&probe, "stream-get", &stream, "60"];
+        let stream = [&probe, "stream-get", &stream, "600", "20"];
         flows.push((node.pod_spawn("pod-stream", from.ip, stream).unwrap(), "3 after"));
         flows.push((node.spawn("host-stream", stream).unwrap(), "3 after"));
     }
@@ -467,7 +467,7 @@ async fn deletion_of_mesh_leaks_no_tunnelled_flow(mesh: &Mesh<'_>) {
     let start = Instant::now();
     mesh.hub.kubectl(delete).await.unwrap();
     println!("deleted in {:.2} s", start.elapsed().as_secs_f64());
-    // A stream fails after two seconds without an answer; by then it has retransmitted several times.
+    // A stream fails after 20 s without an answer; by then it has retransmitted several times.
     for (flow, marker) in &mut flows {
         if *marker == "3 after" {
             let status = flow.wait_for_exit(PATIENCE).await.unwrap();

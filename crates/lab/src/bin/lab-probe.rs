@@ -18,7 +18,7 @@ const USAGE: &str = "usage:
   lab-probe udp-watch ADDRESS          sends a datagram each 10 ms; prints the time of each echo, in milliseconds since 1970
   lab-probe udp-trips ADDRESS SECONDS  sends a datagram, waits for its echo, repeats; prints each round trip in microseconds
   lab-probe stream-serve ADDRESS       TCP: echoes lines
-  lab-probe stream-get ADDRESS SECONDS one connection, a line 100 ms after each echo; prints each round trip; status 1 if an echo takes over 2 s
+  lab-probe stream-get ADDRESS SECONDS LIMIT one connection, a line 100 ms after each echo; prints each round trip; status 1 if an echo takes over LIMIT s
   lab-probe stream-watch ADDRESS       one connection, a line 20 ms after each echo; prints the time of each echo, in milliseconds since 1970
   lab-probe connect-watch ADDRESS      a new TCP connection each 20 ms; prints its start and when it is established, in milliseconds since 1970
   lab-probe scan FILE                  TCP connections to every ADDRESS in FILE, 1 s timeout; prints those that are open
@@ -27,6 +27,8 @@ const USAGE: &str = "usage:
   lab-probe pause                      waits forever
 ADDRESS is host:port, but IP:port in a FILE and for udp-talk, udp-trips and connect-watch; a server listens on all addresses for :port.";
 const TIMEOUT: Duration = Duration::from_secs(3);
+/// A stream is opened only once, so its SYN may be retransmitted for this long.
+const STREAM_TIMEOUT: Duration = Duration::from_secs(60);
 
 type Outcome = Result<(), Box<dyn std::error::Error>>;
 
@@ -47,7 +49,7 @@ fn main() {
         ["udp-watch", address] => udp_watch(address),
         ["udp-trips", address, seconds] => seconds.parse().map_err(Into::into).and_then(|s| udp_trips(address, s)),
         ["stream-serve", address] => stream_serve(address),
-        ["stream-get", address, seconds] => seconds.parse().map_err(Into::into).and_then(|s| stream_get(address, s)),
+        ["stream-get", address, seconds, limit] => stream_get(address, seconds, limit),
         ["stream-watch", address] => stream_watch(address),
         ["connect-watch", address] => connect_watch(address),
         ["scan", file] => scan(file, |address| {
@@ -222,11 +224,16 @@ fn echoes(address: &SocketAddr) -> std::io::Result<()> {
 }
 
 fn dial(address: &str) -> Result<TcpStream, Box<dyn std::error::Error>> {
+    dial_within(address, TIMEOUT)
+}
+
+/// The timeout applies to the connection and to each read.
+fn dial_within(address: &str, timeout: Duration) -> Result<TcpStream, Box<dyn std::error::Error>> {
     let mut last = format!("{address} resolves to no address").into();
     for target in address.to_socket_addrs()? {
-        match TcpStream::connect_timeout(&target, TIMEOUT) {
+        match TcpStream::connect_timeout(&target, timeout) {
             Ok(stream) => {
-                stream.set_read_timeout(Some(TIMEOUT))?;
+                stream.set_read_timeout(Some(timeout))?;
                 return Ok(stream);
             }
             Err(error) => last = error.into(),
@@ -383,7 +390,7 @@ fn connect_watch(address: &str) -> Outcome {
 
 /// Waits for each echo without a timeout, as long as the connection exists.
 fn stream_watch(address: &str) -> Outcome {
-    let mut stream = dial(address)?;
+    let mut stream = dial_within(address, STREAM_TIMEOUT)?;
     stream.set_nodelay(true)?;
     stream.set_read_timeout(None)?;
     let mut reader = BufReader::new(stream.try_clone()?);
@@ -419,10 +426,11 @@ fn stream_serve(address: &str) -> Outcome {
     Ok(())
 }
 
-fn stream_get(address: &str, seconds: f64) -> Outcome {
-    let mut stream = dial(address)?;
+fn stream_get(address: &str, seconds: &str, limit: &str) -> Outcome {
+    let seconds: f64 = seconds.parse()?;
+    let mut stream = dial_within(address, STREAM_TIMEOUT)?;
     stream.set_nodelay(true)?;
-    stream.set_read_timeout(Some(Duration::from_secs(2)))?;
+    stream.set_read_timeout(Some(Duration::from_secs(limit.parse()?)))?;
     let mut reader = BufReader::new(stream.try_clone()?);
     let start = Instant::now();
     let mut number = 0u64;
