@@ -13,12 +13,12 @@ const USAGE: &str = "usage:
   lab-probe get URL..                  one GET each, 3 s to connect and for each read; exit status 1 if any fails
   lab-probe udp-echo ADDRESS           sends every datagram back, with the sender's address before it
   lab-probe udp-echo-at PORT IP,IP..   the same at each of these addresses; a reply comes from the address that got the datagram
-  lab-probe udp-send ADDRESS TEXT [N]  sends N datagrams (default 1), waits 1 s for each echo; exit status 1 if any is lost
+  lab-probe udp-send ADDRESS TEXT [N]  sends N datagrams (default 1), waits 30 s for each echo; exit status 1 if any is lost
   lab-probe udp-talk PORT SECONDS ADDRESS.. sends a datagram from PORT to each ADDRESS every 100 ms; prints each datagram once, with its sender
-  lab-probe udp-watch ADDRESS          sends a datagram each 10 ms; prints the time of each echo, in milliseconds since 1970
+  lab-probe udp-watch ADDRESS          sends a datagram each 10 ms; prints the time of each echo within 1 s, in milliseconds since 1970
   lab-probe udp-trips ADDRESS SECONDS  sends a datagram, waits for its echo, repeats; prints each round trip in microseconds
   lab-probe stream-serve ADDRESS       TCP: echoes lines
-  lab-probe stream-get ADDRESS SECONDS LIMIT one connection, a line 100 ms after each echo; prints each round trip; status 1 if an echo takes over LIMIT s
+  lab-probe stream-get ADDRESS SECONDS LIMIT one connection, a line 100 ms after each echo; prints round trips; fails if one takes over LIMIT s
   lab-probe stream-watch ADDRESS       one connection, a line 20 ms after each echo; prints the time of each echo, in milliseconds since 1970
   lab-probe connect-watch ADDRESS      a new TCP connection each 20 ms; prints its start and when it is established, in milliseconds since 1970
   lab-probe scan FILE                  TCP connections to every ADDRESS in FILE, 1 s timeout; prints those that are open
@@ -275,7 +275,7 @@ fn udp_send(address: &str, text: &str, count: u32) -> Outcome {
     let target = address.to_socket_addrs()?.next().ok_or("no such address")?;
     let socket = UdpSocket::bind(if target.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" })?;
     socket.connect(target)?;
-    socket.set_read_timeout(Some(Duration::from_secs(1)))?;
+    socket.set_read_timeout(Some(Duration::from_secs(30)))?;
     let mut buffer = [0; 65536];
     let mut lost = 0;
     for _ in 0..count {
@@ -322,21 +322,30 @@ fn udp_talk(port: &str, seconds: &str, addresses: &[&str]) -> Outcome {
     Ok(())
 }
 
+/// An echo that arrives late is not printed: if a process was stopped, the echo does not show whether the path is open now.
 fn udp_watch(address: &str) -> Outcome {
     let target = address.to_socket_addrs()?.next().ok_or("no such address")?;
     let socket = UdpSocket::bind(bind_address(if target.is_ipv4() { "0.0.0.0:0" } else { ":0" }))?;
     socket.connect(target)?;
-    let sender = socket.try_clone()?;
+    let (sender, start) = (socket.try_clone()?, Instant::now());
     std::thread::spawn(move || {
         loop {
             // The error of one datagram is ignored, because a later one may pass.
-            let _ = sender.send(b"watch");
+            let _ = sender.send(start.elapsed().as_millis().to_string().as_bytes());
             std::thread::sleep(Duration::from_millis(10));
         }
     });
+    let mut buffer = [0; 512];
     loop {
-        if socket.recv(&mut [0; 512]).is_ok() {
-            println!("{}", now()?);
+        let Ok(length) = socket.recv(&mut buffer) else {
+            continue;
+        };
+        let at = now()?;
+        // The echo contains the sender's address before the text.
+        let text = String::from_utf8_lossy(&buffer[..length]);
+        let sent: Option<u128> = text.rsplit(' ').next().and_then(|sent| sent.parse().ok());
+        if sent.is_some_and(|sent| start.elapsed().as_millis() <= sent + 1000) {
+            println!("{at}");
         }
     }
 }
