@@ -180,7 +180,9 @@ async fn flow_survives_changes_of_other_nodes_and_agents(mesh: &Mesh<'_>) {
     .unwrap();
     assert!(line(&stream.log()).contains(" after "), "{}", line(&stream.log()));
     let log = stream.log();
-    let round_trips = log.lines().filter_map(|line| line.split(' ').nth(2)?.parse::<u64>().ok());
+    let round_trips = log
+        .lines()
+        .filter_map(|line| line.split(' ').nth(2)?.parse::<u64>().ok());
     println!("the stream's longest round trip: {:?} ms", round_trips.max());
 }
 
