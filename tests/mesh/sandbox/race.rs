@@ -9,7 +9,7 @@ use std::{
 use clustermesh_lab::{EchoWatch, GATEWAYS, MESH, NAMESPACE, wait_until};
 use serde_json::{Value, json};
 
-use super::{SANDBOX, TestEnv, disruptions::ScannedGateway};
+use super::{SANDBOX, TestEnv, disruptions::ScannedGateway, gateways::access_name};
 use crate::setup::{PATIENCE, json, unix_millis};
 
 /// A Service for the pods of the Service `web`, with two UDP ports in addition to HTTP. The test probes the echo servers at the two
@@ -177,20 +177,23 @@ async fn gateway_port(env: &TestEnv<'_>, name: &str) -> u16 {
 async fn wait_until_only_web_is_granted(env: &TestEnv<'_>) {
     wait_until("the gateways to apply the grant of web", PATIENCE, async || {
         let mesh = json(&env.hub, &["-n", NAMESPACE, "get", "clustermesh", MESH]).await;
-        let access = env.access().await;
+        // Without a grant there is no SandboxAccess, and the next one has generation 1 again, but another UID.
+        let list = json(&env.hub, &["get", "sandboxaccesses"]).await;
+        let mut accesses = list["items"].as_array().into_iter().flatten();
+        let access = accesses.find(|access| access["metadata"]["name"] == access_name());
+        let access = access.ok_or("no SandboxAccess")?;
         let grants: Vec<&Value> = access["spec"]["grants"].as_array().into_iter().flatten().collect();
         let gateways = json(&env.hub, &["-n", GATEWAYS, "get", "sandboxgateways"]).await;
-        let applied: Vec<&Value> = gateways["items"]
-            .as_array()
-            .into_iter()
-            .flatten()
-            .map(|gateway| &gateway["status"]["applied"][0]["generation"])
-            .collect();
+        let gateways = gateways["items"].as_array().into_iter().flatten();
+        let applied: Vec<&Value> = gateways.map(|gateway| &gateway["status"]["applied"][0]).collect();
         let is_observed = mesh["status"]["observedGeneration"] == mesh["metadata"]["generation"];
         let is_web = grants.len() == 1 && grants[0]["service"]["name"] == "web";
-        let is_applied = applied
-            .iter()
-            .all(|generation| **generation == access["metadata"]["generation"]);
+        let is_current = |one: &&Value| {
+            ["uid", "generation"]
+                .iter()
+                .all(|key| one[key] == access["metadata"][key])
+        };
+        let is_applied = applied.iter().all(is_current);
         if is_observed && is_web && is_applied && !applied.is_empty() {
             Ok(())
         } else {
