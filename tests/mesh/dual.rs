@@ -8,7 +8,7 @@ use std::{
 
 use clustermesh_lab::{Answer, Lab, LabPlan, MESH, NAMESPACE, RunningPod, wait_until};
 
-use crate::setup::{HUB, MEMBER, Mesh, PATIENCE, host, pod};
+use crate::setup::{HUB, MEMBER, Mesh, PATIENCE, assert_pings, host, pod};
 
 #[tokio::test]
 async fn ipv6_flows_between_members_work_and_are_encrypted() {
@@ -99,8 +99,7 @@ async fn pods_reach_pods_with_own_address_in_both_families(mesh: &Mesh<'_>) {
                 for (to_ip, from_ip) in [(second_ip(to), second_ip(from)), (to.ip, from.ip)] {
                     let answer = mesh.wait_for_answer(&pod(from), &url(to_ip, 8080)).await;
                     assert_eq!(answer, mesh.expected_answer(to, from_ip));
-                    let answered = mesh.lab.ping(&pod(from), to_ip).await.unwrap();
-                    assert!(answered, "ping {from:?} -> {to_ip}");
+                    assert_pings(mesh.lab, &pod(from), to_ip).await;
                 }
             }
         }
@@ -197,7 +196,7 @@ async fn packet_above_mtu_gets_icmp_error_and_tcp_is_clamped(mesh: &Mesh<'_>) {
         let to_ip = second_ip(to).to_string();
         // The MTU is 1440 bytes, because the outer packets are IPv4. The headers of IPv6 and ICMPv6 take 48 bytes.
         for (size, fits) in [("1392", true), ("1393", false)] {
-            let args = ["ping", "-n", "-c", "1", "-W", "3", "-M", "do", "-s", size, &to_ip];
+            let args = ["ping", "-n", "-c", "1", "-W", "30", "-M", "do", "-s", size, &to_ip];
             let output = mesh.lab.run_at(&pod(from), &args).await.unwrap();
             let printed = format!("{}{}", output.stdout, output.stderr);
             assert_eq!(

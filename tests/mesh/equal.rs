@@ -266,11 +266,15 @@ impl TestEnv<'_> {
         let service = tenant.cluster.cluster_ip("default", "web").await.unwrap();
         for from in &tenant.webs {
             for to in &tenant.webs {
-                let answer = self.lab.http_get(&pod(from), &url(to.ip, 8080)).await.unwrap();
+                let answer = self.lab.http_get_until_answered(&pod(from), &url(to.ip, 8080)).await;
                 assert_eq!(answer.unwrap(), expected_answer(to, from.ip));
             }
             for client in [pod(from), host(&from.node)] {
-                let answer = self.lab.http_get(&client, &url(service, 80)).await.unwrap().unwrap();
+                let answer = self
+                    .lab
+                    .http_get_until_answered(&client, &url(service, 80))
+                    .await
+                    .unwrap();
                 assert!(tenant.webs.iter().any(|web| web.name == answer.pod), "{answer:?}");
             }
         }

@@ -22,7 +22,7 @@ use futures::future::join_all;
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
-use crate::setup::{PATIENCE, as_v4, json, pod, url};
+use crate::setup::{PATIENCE, as_v4, curl, json, pod, url};
 
 const HUB: &str = "mgmt";
 const MEMBER: &str = "kv";
@@ -187,9 +187,8 @@ impl<'a> TestEnv<'a> {
                 format!("https://{}:6443/readyz", self.api),
                 format!("https://{service_ip}/readyz"),
             ] {
-                let args = ["curl", "-sSk", "-m", "5", &target];
-                let output = self.lab.run_at(&client, &args).await.unwrap();
-                assert_eq!(output.stdout, "ok", "{when}: {client} -> {target}: {}", output.stderr);
+                let answer = curl(self.lab, &client, &[&target]).await;
+                assert_eq!(answer, "ok", "{when}: {client} -> {target}");
             }
         }
     }

@@ -11,8 +11,8 @@ use clustermesh_lab::{Answer, Cluster, Lab, LabPlan, NatKind, Product, RunningPo
 use serde_json::Value;
 
 use crate::setup::{
-    HUB, MEMBER, PATIENCE, assert_answers, assert_answers_or, expected_answer, fetch_mebibyte, host, json, pod,
-    unix_millis, url, wireguard,
+    HUB, MEMBER, PATIENCE, assert_answers, assert_answers_or, assert_pings, expected_answer, fetch_mebibyte, host,
+    json, pod, unix_millis, url, wireguard,
 };
 
 /// The location of each node of the member.
@@ -131,12 +131,9 @@ impl TestEnv<'_> {
             let is_answered = self.lab.ping(&pod(from), to.ip).await.unwrap();
             assert!(!is_answered, "{} -> {}", from.node, to.node);
         }
-        let answer = self
-            .lab
-            .http_get(&pod(here), &url(self.web("tenant-a-2").ip, 8080))
-            .await
-            .unwrap();
-        assert_eq!(answer.unwrap().client_ip, here.ip);
+        let near = url(self.web("tenant-a-2").ip, 8080);
+        let answer = self.lab.http_get_until_answered(&pod(here), &near).await.unwrap();
+        assert_eq!(answer.client_ip, here.ip);
     }
 
     /// Waits until packets between pods in different locations use the tunnels. Before, flannel encapsulates them.
@@ -176,8 +173,7 @@ impl TestEnv<'_> {
             for to in &self.webs {
                 for address in [self.lab.node(&to.node).address(), flannel_address(to)] {
                     for client in [pod(from), host(&from.node)] {
-                        let answered = self.lab.ping(&client, address).await.unwrap();
-                        assert!(answered, "{client} -> {address} of {}", to.node);
+                        assert_pings(self.lab, &client, address).await;
                     }
                 }
             }
@@ -200,7 +196,7 @@ impl TestEnv<'_> {
         for (to, error) in [("tenant-a-2", None), ("tenant-a-4", Some("mtu = 1440"))] {
             let to = self.web(to);
             let address = to.ip.to_string();
-            let ping = ["ping", "-n", "-c", "1", "-W", "3", "-M", "do", "-s", &size, &address];
+            let ping = ["ping", "-n", "-c", "1", "-W", "30", "-M", "do", "-s", &size, &address];
             let output = self.lab.run_at(&pod(here), &ping).await.unwrap();
             let has_error = error.is_none_or(|error| output.stdout.contains(error));
             assert!(

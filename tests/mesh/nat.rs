@@ -246,11 +246,8 @@ impl TestEnv<'_> {
         assert!(answer.is_err(), "{answer:?}");
         tokio::time::sleep(MAPPING_IS_GONE_AFTER.saturating_sub(idle_since.elapsed())).await;
         for web in b {
-            let answer = self
-                .lab
-                .http_get(&pod(&self.hub_webs[0]), &url(web.ip, 8080))
-                .await
-                .unwrap();
+            let from = pod(&self.hub_webs[0]);
+            let answer = self.lab.http_get_until_answered(&from, &url(web.ip, 8080)).await;
             assert_eq!(
                 answer.unwrap().pod,
                 web.name,

@@ -21,7 +21,7 @@ pub(crate) const HUB: &str = "mgmt";
 /// The member's name.
 pub(crate) const MEMBER: &str = "tenant-a";
 /// The longest wait on a loaded machine.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(90);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(240);
 /// Mirrors the hub's web servers in the member under the name `hub-web`.
 const EGRESS: &str =
     "[{service: {cluster: mgmt, namespace: default, name: web}, as: {namespace: default, name: hub-web}}]";
@@ -112,10 +112,9 @@ impl<'a> Mesh<'a> {
         output.stderr.trim().to_owned()
     }
 
-    /// The HTTP status of a request. Certificates are not verified.
+    /// The HTTP status of a response: see [`curl`].
     pub(crate) async fn status(&self, from: &TrafficClient, url: &str) -> String {
-        let args = ["curl", "-sSk", "-m", "5", "-o", "/dev/null", "-w", "%{http_code}", url];
-        self.lab.run_at(from, &args).await.unwrap().stdout
+        curl(self.lab, from, &["-o", "/dev/null", "-w", "%{http_code}", url]).await
     }
 
     /// See [`expected_answer`].
@@ -249,6 +248,28 @@ pub(crate) fn host(node: &str) -> TrafficClient {
 /// `http://ADDRESS:PORT`.
 pub(crate) fn url(address: impl std::fmt::Display, port: u16) -> String {
     format!("http://{address}:{port}")
+}
+
+/// The output of curl with these arguments, which is repeated until there is a response. Certificates are not verified.
+pub(crate) async fn curl(lab: &Lab, from: &TrafficClient, args: &[&str]) -> String {
+    let words = [&["curl", "-sSk", "-m", "30"], args].concat();
+    wait_until(format!("a response to {from}: {words:?}"), PATIENCE, async || {
+        let output = lab.run_at(from, &words).await.map_err(|error| error.to_string())?;
+        if output.status.success() {
+            Ok(output.stdout)
+        } else {
+            Err(output.stderr)
+        }
+    })
+    .await
+    .unwrap()
+}
+
+/// Sends one ping, whose reply may take 30 s.
+pub(crate) async fn assert_pings(lab: &Lab, from: &TrafficClient, to: IpAddr) {
+    let words = ["ping", "-n", "-c", "1", "-W", "30", &to.to_string()];
+    let output = lab.run_at(from, &words).await.unwrap();
+    assert!(output.status.success(), "ping {from} -> {to}: {output:?}");
 }
 
 /// The output of `kubectl ... -o json`.

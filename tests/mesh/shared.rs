@@ -11,7 +11,7 @@ use std::{
 
 use clustermesh_lab::{Lab, Product, Tunnel, wait_until};
 
-use crate::setup::{HUB, MEMBER, PATIENCE, anchors_of, json, pod, two_clusters, url};
+use crate::setup::{HUB, MEMBER, PATIENCE, anchors_of, curl, json, pod, two_clusters, url};
 use roaming::Roaming;
 
 const SHARED_HUB: &str = "local: true
@@ -74,13 +74,8 @@ async fn exported_pods_use_their_node_and_others_use_anchor() {
             assert_eq!((answer.pod, answer.node), (to.name.clone(), to.node.clone()));
         }
         let other = unexported_pod_ip(&lab).await;
-        let reached = lab
-            .run_at(
-                &pod(from),
-                &["curl", "-sS", "-m", "5", &format!("http://{other}:8181/ready")],
-            )
-            .await;
-        assert_eq!(reached.unwrap().stdout, "OK", "{from:?} -> {other}");
+        let answer = curl(&lab, &pod(from), &[&format!("http://{other}:8181/ready")]).await;
+        assert_eq!(answer, "OK", "{from:?} -> {other}");
     }
     let wireguard = hub_wireguard_addresses(&lab).await;
     for from in &hub_webs {

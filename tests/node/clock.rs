@@ -132,9 +132,10 @@ impl TestEnv<'_> {
             .await
     }
 
-    /// The value of a metric; 0 if it does not exist.
+    /// The value of a metric; 0 if the page of metrics lacks it.
     async fn metric(&self, site: &Site, name: &str) -> f64 {
         let (_, page) = self.clusters.page(site, "/metrics").await;
+        assert!(page.contains("wg_agent_start_time_seconds"), "{page}");
         let value = page
             .lines()
             .find_map(|line| line.strip_prefix(name)?.trim().parse().ok());

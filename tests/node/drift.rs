@@ -29,6 +29,7 @@ async fn routing(clusters: &TwoClusters, site: &Site) -> String {
 /// `wg_agent_repairs_total` by part.
 async fn repairs(clusters: &TwoClusters, site: &Site) -> BTreeMap<String, u64> {
     let (_, text) = clusters.page(site, "/metrics").await;
+    assert!(text.contains("wg_agent_repairs_total"), "{text}");
     let lines = text
         .lines()
         .filter_map(|line| line.strip_prefix("wg_agent_repairs_total{part=\""));

@@ -449,14 +449,23 @@ async fn assert_unencrypted_is_captured(testbed: &Testbed, name: &str, why: &str
         ("ip", cluster_pods(testbed.clusters.site(MGMT))),
         ("ip6", IPV6[MGMT].wide.to_owned()),
     ] {
-        let capture = testbed
-            .clusters
-            .lab
-            .capture(&format!("{name}-{family}"), &format!("{family} and dst net {net}"))
-            .await
-            .expect("start a capture");
-        tokio::time::sleep(Duration::from_millis(500)).await;
-        let seen = capture.stop().await.expect("the capture ends").packets("").await;
-        assert_ne!(seen.expect("read it"), Vec::<String>::new(), "{family}, {why}");
+        wait_until(
+            format!("unencrypted packets of {family}: {why}"),
+            SENDER_TIMEOUT,
+            async || {
+                let (name, filter) = (format!("{name}-{family}"), format!("{family} and dst net {net}"));
+                let capture = testbed.clusters.lab.capture(&name, &filter).await;
+                let capture = capture.map_err(|error| error.to_string())?;
+                tokio::time::sleep(Duration::from_millis(500)).await;
+                let seen = capture.stop().await.expect("the capture ends").packets("").await;
+                if seen.expect("read it").is_empty() {
+                    Err("none".to_owned())
+                } else {
+                    Ok(())
+                }
+            },
+        )
+        .await
+        .unwrap();
     }
 }

@@ -219,7 +219,7 @@ async fn assert_pods_reach_each_other(clusters: &TwoClusters, [mgmt, tenant]: &[
 fn echoes(from: &Pod, to: SocketAddr) -> std::io::Result<()> {
     let socket = from.netns.enter(|| UdpSocket::bind((from.address, 0)))?;
     socket.connect(to)?;
-    socket.set_read_timeout(Some(Duration::from_millis(500)))?;
+    socket.set_read_timeout(Some(Duration::from_secs(2)))?;
     for number in 0..3_u8 {
         socket.send(&[number])?;
         let mut buffer = [0; 2000];

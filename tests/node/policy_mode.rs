@@ -202,8 +202,24 @@ fn serve(netns: &Path, address: &str, port: u16) {
     });
 }
 
-/// The source address that a server sees, or the error of the connection.
+/// The source address that a server sees, or the error of the connection. Opens one connection, because its first packet fixes its
+/// NAT, and waits up to 30 s for it.
 fn seen_source(from: &NetNs, source: &str, to: &str, port: u16) -> Result<String, std::io::ErrorKind> {
+    seen_source_within(Duration::from_secs(30), from, source, to, port)
+}
+
+/// The same with a short time limit, for a connection that must be blocked.
+fn seen_source_if_open(from: &NetNs, source: &str, to: &str, port: u16) -> Result<String, std::io::ErrorKind> {
+    seen_source_within(Duration::from_secs(2), from, source, to, port)
+}
+
+fn seen_source_within(
+    limit: Duration,
+    from: &NetNs,
+    source: &str,
+    to: &str,
+    port: u16,
+) -> Result<String, std::io::ErrorKind> {
     let at = SocketAddr::new(to.parse::<IpAddr>().unwrap(), port);
     let source = SocketAddr::new(source.parse::<IpAddr>().unwrap(), 0);
     inside(Path::new(&from.path()), move || {
@@ -211,17 +227,36 @@ fn seen_source(from: &NetNs, source: &str, to: &str, port: u16) -> Result<String
         let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).expect("a socket");
         socket.bind(&source.into()).expect("bind");
         socket
-            .connect_timeout(&at.into(), Duration::from_secs(2))
+            .connect_timeout(&at.into(), limit)
             .map_err(|error| error.kind())?;
         let mut stream = TcpStream::from(socket);
         // Shorter than the callers wait: a connection that is blocked after its handshake must not be their only attempt.
         stream
-            .set_read_timeout(Some(Duration::from_secs(5)))
+            .set_read_timeout(Some(limit + Duration::from_secs(3)))
             .expect("a timeout");
         let mut text = String::new();
         stream.read_to_string(&mut text).map_err(|error| error.kind())?;
         Ok(text)
     })
+}
+
+/// Waits until the agent's table has the network of the member, and returns all mesh networks.
+async fn wait_for_mesh_networks(clusters: &TwoClusters, site: &Site) -> String {
+    wait_until("the member's network in nftables", TIMEOUT, async || {
+        let words = ["nft", "list", "set", "inet", "clustermesh", "mesh4"];
+        let listed = clusters
+            .host(site)
+            .try_exec(words)
+            .await
+            .map_err(|error| error.to_string())?;
+        if listed.stdout.contains("10.20.0.0/16") {
+            Ok(listed.stdout)
+        } else {
+            Err(format!("{}{}", listed.stdout, listed.stderr))
+        }
+    })
+    .await
+    .expect("the agent writes its table")
 }
 
 fn command(clusters: &TwoClusters, site: &Site, more: &[&str]) -> Vec<String> {
@@ -331,41 +366,36 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
     .await
     .expect("the agent publishes its mode");
 
-    // Each check opens a new connection, because the first packet of a connection fixes its NAT.
+    wait_for_mesh_networks(&clusters, mgmt).await;
     assert_eq!(
         seen_source(&tenant_pod, tenant.pod, mgmt.pod, 8080),
         Ok(tenant.pod.to_owned())
     );
     assert_eq!(
-        seen_source(&tenant_pod, tenant.pod, KG_ADDRESS, 8080),
+        seen_source_if_open(&tenant_pod, tenant.pod, KG_ADDRESS, 8080),
         timed_out,
         "the node's own address"
     );
-    assert!(tenant_pod.pings(KG_ADDRESS));
+    tenant_pod.run("ping", &["-n", "-c1", "-W30", KG_ADDRESS]);
     assert_eq!(
         seen_source(&mgmt_pod, mgmt.pod, tenant.pod, 8080),
         Ok(mgmt.pod.to_owned())
     );
     assert_eq!(
-        seen_source(&tenant_pod, tenant.pod, KG_ADDRESS, 10250),
+        seen_source_if_open(&tenant_pod, tenant.pod, KG_ADDRESS, 10250),
         timed_out,
         "an infrastructure port"
     );
     assert_eq!(
-        seen_source(&tenant_pod, tenant.pod, DENIED_ADDRESS, 8080),
+        seen_source_if_open(&tenant_pod, tenant.pod, DENIED_ADDRESS, 8080),
         timed_out,
         "denied"
     );
     assert_eq!(foreign_state(&clusters, mgmt).await, before);
 
     // The agent takes the mesh networks from Peers and PeerPolicies, not from the allowed IPs of kg's other peers.
-    let rules = clusters
-        .host(mgmt)
-        .exec(["nft", "list", "set", "inet", "clustermesh", "mesh4"])
-        .await
-        .expect("nft")
-        .stdout;
-    assert!(rules.contains("10.20.0.0/16") && !rules.contains("10.99"), "{rules}");
+    let networks = wait_for_mesh_networks(&clusters, mgmt).await;
+    assert!(!networks.contains("10.99"), "{networks}");
 
     // A flushed table is restored.
     clusters
@@ -373,20 +403,9 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
         .exec(["nft", "flush", "ruleset"])
         .await
         .expect("flush");
-    wait_until("the table to be restored", TIMEOUT, async || {
-        let list = clusters
-            .host(mgmt)
-            .try_exec(["nft", "list", "table", "inet", "clustermesh"])
-            .await;
-        match list.map_err(|error| error.to_string())? {
-            output if output.status.success() => Ok(()),
-            output => Err(output.stderr),
-        }
-    })
-    .await
-    .expect("the table");
+    wait_for_mesh_networks(&clusters, mgmt).await;
     assert_eq!(
-        seen_source(&tenant_pod, tenant.pod, KG_ADDRESS, 10250),
+        seen_source_if_open(&tenant_pod, tenant.pod, KG_ADDRESS, 10250),
         timed_out,
         "after a flush"
     );
@@ -396,32 +415,39 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
         .delete("mesh--tenant-a", &Default::default())
         .await
         .expect("delete the PeerPolicy");
-    wait_until("the member to be blocked", TIMEOUT, async || {
-        match seen_source(&tenant_pod, tenant.pod, mgmt.pod, 8080) {
-            Err(std::io::ErrorKind::TimedOut) => Ok(()),
-            other => Err(format!("{other:?}")),
-        }
+    wait_until("the member to be blocked", TIMEOUT, async || match seen_source_if_open(
+        &tenant_pod,
+        tenant.pod,
+        mgmt.pod,
+        8080,
+    ) {
+        Err(std::io::ErrorKind::TimedOut) => Ok(()),
+        other => Err(format!("{other:?}")),
     })
     .await
     .expect("closed");
 
     // The member is still blocked when its Peer object is deleted too. The simulated kg never removes the WireGuard peer.
     clusters.delete_peer(mgmt, "mesh--tenant-a--tenant-a-1").await;
-    // The first attempt takes 2 s, so the agent has handled the deletion before the second.
-    for _ in 0..2 {
-        assert_eq!(
-            seen_source(&tenant_pod, tenant.pod, mgmt.pod, 8080),
-            timed_out,
-            "the Peer is deleted"
-        );
-    }
+    wait_until("the agent to have no such Peer", TIMEOUT, async || {
+        let (_, state) = clusters.try_page(mgmt, "/debug/state").await?;
+        let is_gone = !state.contains("mesh--tenant-a--tenant-a-1");
+        is_gone.then_some(()).ok_or(state)
+    })
+    .await
+    .expect("the deletion is handled");
+    assert_eq!(
+        seen_source_if_open(&tenant_pod, tenant.pod, mgmt.pod, 8080),
+        timed_out,
+        "the Peer is deleted"
+    );
 
     // After the agent stops, the node stays closed to the member. After cleanup, the node's state is as before the
     // agent started.
     let status = agent.terminate(TIMEOUT).await.expect("it ends");
     assert!(status.success(), "{}", agent.log());
     assert_eq!(
-        seen_source(&tenant_pod, tenant.pod, mgmt.pod, 8080),
+        seen_source_if_open(&tenant_pod, tenant.pod, mgmt.pod, 8080),
         timed_out,
         "the agent is stopped"
     );

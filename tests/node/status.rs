@@ -193,11 +193,16 @@ async fn only_a_missing_admission_policy_is_reported() {
     let tenant = clusters.site(TENANT);
     let mut agent = clusters.agent(tenant, "agent-without-policy");
     clusters.wait_until_ready(tenant).await;
-    let (code, page, _) = status(&clusters, TENANT, &[agent_program(), "status"]).await;
-    assert!(
-        code == 0 && page.contains("Admission  no admission policy restricts"),
-        "{code}: {page}"
-    );
+    wait_until(
+        "the agent to report the missing policy",
+        TIMEOUT,
+        async || match status(&clusters, TENANT, &[agent_program(), "status"]).await {
+            (0, page, _) if page.contains("Admission  no admission policy restricts") => Ok(()),
+            other => Err(format!("{other:?}")),
+        },
+    )
+    .await
+    .expect("it is reported");
     let (code, text) = clusters.page(tenant, "/readyz").await;
     assert!(
         code == 200 && text.contains("but: admission: no admission policy restricts"),
@@ -243,7 +248,14 @@ async fn only_a_missing_admission_policy_is_reported() {
     })
     .await
     .expect("the agent reports the policy");
-    assert_eq!(clusters.page(tenant, "/readyz").await, (200, "ok\n".to_owned()));
+    wait_until("no line about the policy", TIMEOUT, async || {
+        match clusters.try_page(tenant, "/readyz").await? {
+            (200, page) if page == "ok\n" => Ok(()),
+            other => Err(format!("{other:?}")),
+        }
+    })
+    .await
+    .expect("the agent reports nothing");
     assert!(!agent.log().contains("no admission policy"), "{}", agent.log());
 }
 

@@ -300,6 +300,12 @@ impl TwoClusters {
         }
     }
 
+    /// Sends one ping between pod addresses, whose reply may take 30 s.
+    pub(crate) async fn assert_pings(&self, from: &Site, to: &Site) {
+        let words = ["ping", "-n", "-c1", "-W30", "-I", from.pod, to.pod];
+        self.host(from).exec(words).await.expect("a reply");
+    }
+
     pub(crate) async fn wait_until_reaches(&self, from: &Site, to: &Site) {
         wait_until(format!("a ping from {} to {}", from.pod, to.pod), TIMEOUT, async || {
             self.pings(from, to).await
@@ -308,27 +314,45 @@ impl TwoClusters {
         .unwrap_or_else(|error| panic!("{error}"));
     }
 
-    /// Requests a page of the agent's admin port: status code and text.
+    /// Requests a page of the agent's admin port until there is a response: status code and text.
     pub(crate) async fn page(&self, site: &Site, path: &str) -> (u16, String) {
-        let url = format!("http://127.0.0.1:9587{path}");
-        let words = ["curl", "-sS", "-m", "2", "-w", "\n%{http_code}", &url];
-        let output = self.host(site).try_exec(words).await.expect("run curl");
-        let (text, code) = output.stdout.rsplit_once('\n').unwrap_or(("", "0"));
-        (code.trim().parse().unwrap_or(0), text.to_owned())
+        let page = async || self.try_page(site, path).await;
+        wait_until(format!("a response of {} for {path}", site.node), TIMEOUT, page)
+            .await
+            .unwrap_or_else(|error| panic!("{error}"))
     }
 
-    /// Like [`Self::page`] for `/readyz`, without the line about the admission policy, which these clusters do not have.
-    pub(crate) async fn readiness(&self, site: &Site) -> (u16, String) {
-        let (code, page) = self.page(site, "/readyz").await;
-        let lines = page
-            .split_inclusive('\n')
-            .filter(|line| !line.starts_with("but: admission: "));
-        (code, lines.collect())
+    /// Requests a page of the agent's admin port once. `Err` = no response.
+    pub(crate) async fn try_page(&self, site: &Site, path: &str) -> Result<(u16, String), String> {
+        let url = format!("http://127.0.0.1:9587{path}");
+        let words = ["curl", "-sS", "-m", "30", "-w", "\n%{http_code}", &url];
+        let output = self.host(site).try_exec(words).await.map_err(|e| e.to_string())?;
+        if !output.status.success() {
+            return Err(output.stderr);
+        }
+        let (text, code) = output.stdout.rsplit_once('\n').ok_or("no status code")?;
+        Ok((code.parse().map_err(|_| output.stdout.clone())?, text.to_owned()))
+    }
+
+    /// Waits until the node is ready and `/readyz` reports nothing else. The line about the admission policy, which most of these
+    /// clusters do not have, is ignored.
+    pub(crate) async fn wait_until_nothing_is_reported(&self, site: &Site) {
+        wait_until(format!("{} to report nothing", site.node), TIMEOUT, async || {
+            let (code, page) = self.try_page(site, "/readyz").await?;
+            let lines = page.lines().filter(|line| !line.starts_with("but: admission: "));
+            if code == 200 && lines.eq(["ok"]) {
+                Ok(())
+            } else {
+                Err(format!("{code}: {page}"))
+            }
+        })
+        .await
+        .unwrap_or_else(|error| panic!("{error}"));
     }
 
     pub(crate) async fn wait_until_ready(&self, site: &Site) {
         wait_until(format!("{} to be ready", site.node), TIMEOUT, async || {
-            match self.page(site, "/readyz").await {
+            match self.try_page(site, "/readyz").await? {
                 (200, _) => Ok(()),
                 (code, text) => Err(format!("{code}: {text}")),
             }

@@ -4,11 +4,16 @@ use std::time::{Duration, Instant};
 
 use crate::{Error, Result};
 
+/// Time limit of the check after the timeout.
+const LAST_CHECK: Duration = Duration::from_secs(5);
+
 /// Runs `check` until it returns a value, with a pause of 50 ms after each `Err`. `Err(state)` means that the condition is not true
-/// yet, and describes the current state. `what` names the condition in the error.
+/// yet, and describes the current state. `what` names the condition in the error. The last check begins after the timeout: the
+/// condition may have become true while this process did not run.
 ///
 /// # Errors
-/// [`Error::Timeout`] after `timeout`, even if a check hangs. It contains the condition and the last state.
+/// [`Error::Timeout`] after `timeout` and the last check, which takes at most 5 s, even if a check hangs. It contains the condition and
+/// the last state.
 pub async fn wait_until<T, F>(what: impl Into<String>, timeout: Duration, mut check: F) -> Result<T>
 where
     F: AsyncFnMut() -> std::result::Result<T, String>,
@@ -18,12 +23,13 @@ where
     let mut last = "the check itself did not return".to_owned();
     loop {
         let left = timeout.saturating_sub(start.elapsed());
-        match tokio::time::timeout(left, check()).await {
+        let is_last = left.is_zero();
+        match tokio::time::timeout(if is_last { LAST_CHECK } else { left }, check()).await {
             Ok(Ok(value)) => return Ok(value),
             Ok(Err(state)) => last = state,
             Err(_) => {}
         }
-        if start.elapsed() >= timeout {
+        if is_last {
             return Err(Error::Timeout {
                 what,
                 seconds: start.elapsed().as_secs_f64(),
@@ -52,7 +58,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn hanging_check_ends_at_deadline() {
+    async fn hanging_check_ends_after_the_deadline() {
         let error = wait_until("an answer", Duration::from_millis(60), async || {
             std::future::pending::<()>().await;
             Ok::<(), String>(())

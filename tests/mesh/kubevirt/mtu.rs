@@ -46,7 +46,7 @@ async fn packets_up_to_the_mtu_pass(env: &TestEnv<'_>, mtu: u16, carrier: &str) 
             // The inner headers of IP and ICMP take 28 bytes.
             for (size, fits) in [(tunnel - 28, true), (tunnel - 27, false)] {
                 let (size, to) = (size.to_string(), to.ip.to_string());
-                let ping = ["ping", "-n", "-c", "1", "-W", "3", "-M", "do", "-s", &size, &to];
+                let ping = ["ping", "-n", "-c", "1", "-W", "30", "-M", "do", "-s", &size, &to];
                 let output = env.lab.run_at(&pod(from), &ping).await.unwrap();
                 let printed = format!("{}{}", output.stdout, output.stderr);
                 assert_eq!(

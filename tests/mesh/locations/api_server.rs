@@ -6,7 +6,7 @@ use clustermesh_lab::{EchoWatch, Running, wait_until};
 use nix::sys::signal::Signal;
 
 use super::{ECHO_PORT, TestEnv};
-use crate::setup::{PATIENCE, host, json, pod, unix_millis};
+use crate::setup::{PATIENCE, curl, host, json, pod, unix_millis};
 
 /// The node in cloud A, whose address the API server has.
 pub(super) const API_NODE: &str = "tenant-a-3";
@@ -67,9 +67,7 @@ pub(super) async fn is_reached_without_tunnels(env: &TestEnv<'_>) {
                 format!("https://{}:6443/readyz", address(env)),
                 format!("https://{service}/readyz"),
             ] {
-                let output = env.lab.run_at(&client, &["curl", "-sSk", "-m", "5", &url]).await;
-                let output = output.unwrap();
-                assert_eq!(output.stdout, "ok", "{client} -> {url}: {}", output.stderr);
+                assert_eq!(curl(env.lab, &client, &[&url]).await, "ok", "{client} -> {url}");
             }
         }
     }

@@ -118,10 +118,10 @@ pub(super) async fn frozen_member_api_server_changes_only_a_condition(mesh: &Mes
     for (clients, servers) in [(&mesh.member_webs, &mesh.hub_webs), (&mesh.hub_webs, &mesh.member_webs)] {
         for from in clients {
             for to in servers {
-                let response = mesh.lab.http_get(&pod(from), &url(to.ip, 8080)).await.unwrap();
+                let answer = mesh.wait_for_answer(&pod(from), &url(to.ip, 8080)).await;
                 assert_eq!(
-                    response,
-                    Ok(mesh.expected_answer(to, from.ip)),
+                    answer,
+                    mesh.expected_answer(to, from.ip),
                     "{from:?} while the API server is frozen"
                 );
             }

@@ -6,10 +6,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use clustermesh_lab::{EchoWatch, MESH, NAMESPACE, wait_until};
+use clustermesh_lab::{EchoWatch, GATEWAYS, MESH, NAMESPACE, wait_until};
 use serde_json::{Value, json};
 
-use super::{SANDBOX, TestEnv, disruptions::ScannedGateway};
+use super::{SANDBOX, TestEnv, disruptions::ScannedGateway, gateways::access_name};
 use crate::setup::{PATIENCE, json, unix_millis};
 
 /// A Service for the pods of the Service `web`, with two UDP ports in addition to HTTP. The test probes the echo servers at the two
@@ -30,8 +30,8 @@ const SOMETIMES_GRANTED: u16 = 8081;
 /// The port of the pods to which the Service port `never` leads. That Service port is granted once before the race; none of
 /// [`grant_sets`], which the race applies, contains it.
 const NOT_GRANTED_IN_RACE: u16 = 8082;
-/// A socket without an echo for this long counts as closed.
-const SILENCE: Duration = Duration::from_millis(500);
+/// The wait for the last echoes after the gateways have applied a revocation. A probe ignores echoes that take longer than 1 s.
+const SILENCE: Duration = Duration::from_secs(2);
 /// Number of changes. Except after [`AWAITED_CHANGE`], each follows the one before as fast as the API server accepts it.
 const CHANGES: usize = 24;
 /// After this change, which applies a set with `at-times`, the test waits until the echo server at `SOMETIMES_GRANTED` answers.
@@ -88,6 +88,7 @@ pub(super) async fn fast_grant_changes_keep_the_ungranted_port_closed(env: &Test
         echo.wait_for_echo_after(0).await.unwrap();
     }
     apply_grants(&sets[0]).await;
+    wait_until_only_web_is_granted(env).await;
     for echo in at_times.iter().chain(&never) {
         echo.wait_for_silence(SILENCE).await.unwrap();
     }
@@ -106,6 +107,7 @@ pub(super) async fn fast_grant_changes_keep_the_ungranted_port_closed(env: &Test
     }
     apply_grants(&sets[0]).await;
     let raced = racing.elapsed();
+    wait_until_only_web_is_granted(env).await;
     scanned
         .wait_until_settled("after grants that changed faster than they were applied")
         .await;
@@ -168,6 +170,38 @@ async fn gateway_port(env: &TestEnv<'_>, name: &str) -> u16 {
     })
     .await
     .unwrap()
+}
+
+/// Waits until the controller has observed the current mesh, the SandboxAccess grants `web` and nothing else, and each gateway has
+/// applied it.
+async fn wait_until_only_web_is_granted(env: &TestEnv<'_>) {
+    wait_until("the gateways to apply the grant of web", PATIENCE, async || {
+        let mesh = json(&env.hub, &["-n", NAMESPACE, "get", "clustermesh", MESH]).await;
+        // Without a grant there is no SandboxAccess, and the next one has generation 1 again, but another UID.
+        let list = json(&env.hub, &["get", "sandboxaccesses"]).await;
+        let mut accesses = list["items"].as_array().into_iter().flatten();
+        let access = accesses.find(|access| access["metadata"]["name"] == access_name());
+        let access = access.ok_or("no SandboxAccess")?;
+        let grants: Vec<&Value> = access["spec"]["grants"].as_array().into_iter().flatten().collect();
+        let gateways = json(&env.hub, &["-n", GATEWAYS, "get", "sandboxgateways"]).await;
+        let gateways = gateways["items"].as_array().into_iter().flatten();
+        let applied: Vec<&Value> = gateways.map(|gateway| &gateway["status"]["applied"][0]).collect();
+        let is_observed = mesh["status"]["observedGeneration"] == mesh["metadata"]["generation"];
+        let is_web = grants.len() == 1 && grants[0]["service"]["name"] == "web";
+        let is_current = |one: &&Value| {
+            ["uid", "generation"]
+                .iter()
+                .all(|key| one[key] == access["metadata"][key])
+        };
+        let is_applied = applied.iter().all(is_current);
+        if is_observed && is_web && is_applied && !applied.is_empty() {
+            Ok(())
+        } else {
+            Err(format!("{is_observed} {grants:?} {applied:?}"))
+        }
+    })
+    .await
+    .unwrap();
 }
 
 /// The resourceVersion of the SandboxAccess.

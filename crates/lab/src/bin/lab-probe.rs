@@ -13,12 +13,12 @@ const USAGE: &str = "usage:
   lab-probe get URL..                  one GET each, 3 s to connect and for each read; exit status 1 if any fails
   lab-probe udp-echo ADDRESS           sends every datagram back, with the sender's address before it
   lab-probe udp-echo-at PORT IP,IP..   the same at each of these addresses; a reply comes from the address that got the datagram
-  lab-probe udp-send ADDRESS TEXT [N]  sends N datagrams (default 1), waits 1 s for each echo; exit status 1 if any is lost
+  lab-probe udp-send ADDRESS TEXT [N]  sends N datagrams (default 1), waits 30 s for each echo; exit status 1 if any is lost
   lab-probe udp-talk PORT SECONDS ADDRESS.. sends a datagram from PORT to each ADDRESS every 100 ms; prints each datagram once, with its sender
-  lab-probe udp-watch ADDRESS          sends a datagram each 10 ms; prints the time of each echo, in milliseconds since 1970
+  lab-probe udp-watch ADDRESS          sends a datagram each 10 ms; prints the time of each echo within 1 s, in milliseconds since 1970
   lab-probe udp-trips ADDRESS SECONDS  sends a datagram, waits for its echo, repeats; prints each round trip in microseconds
   lab-probe stream-serve ADDRESS       TCP: echoes lines
-  lab-probe stream-get ADDRESS SECONDS one connection, a line 100 ms after each echo; prints each round trip; status 1 if an echo takes over 2 s
+  lab-probe stream-get ADDRESS SECONDS LIMIT one connection, a line 100 ms after each echo; prints round trips; fails if one takes over LIMIT s
   lab-probe stream-watch ADDRESS       one connection, a line 20 ms after each echo; prints the time of each echo, in milliseconds since 1970
   lab-probe connect-watch ADDRESS      a new TCP connection each 20 ms; prints its start and when it is established, in milliseconds since 1970
   lab-probe scan FILE                  TCP connections to every ADDRESS in FILE, 1 s timeout; prints those that are open
@@ -27,6 +27,8 @@ const USAGE: &str = "usage:
   lab-probe pause                      waits forever
 ADDRESS is host:port, but IP:port in a FILE and for udp-talk, udp-trips and connect-watch; a server listens on all addresses for :port.";
 const TIMEOUT: Duration = Duration::from_secs(3);
+/// A stream is opened only once, so its SYN may be retransmitted for this long.
+const STREAM_TIMEOUT: Duration = Duration::from_secs(60);
 
 type Outcome = Result<(), Box<dyn std::error::Error>>;
 
@@ -47,7 +49,7 @@ fn main() {
         ["udp-watch", address] => udp_watch(address),
         ["udp-trips", address, seconds] => seconds.parse().map_err(Into::into).and_then(|s| udp_trips(address, s)),
         ["stream-serve", address] => stream_serve(address),
-        ["stream-get", address, seconds] => seconds.parse().map_err(Into::into).and_then(|s| stream_get(address, s)),
+        ["stream-get", address, seconds, limit] => stream_get(address, seconds, limit),
         ["stream-watch", address] => stream_watch(address),
         ["connect-watch", address] => connect_watch(address),
         ["scan", file] => scan(file, |address| {
@@ -222,11 +224,16 @@ fn echoes(address: &SocketAddr) -> std::io::Result<()> {
 }
 
 fn dial(address: &str) -> Result<TcpStream, Box<dyn std::error::Error>> {
+    dial_within(address, TIMEOUT)
+}
+
+/// The timeout applies to the connection and to each read.
+fn dial_within(address: &str, timeout: Duration) -> Result<TcpStream, Box<dyn std::error::Error>> {
     let mut last = format!("{address} resolves to no address").into();
     for target in address.to_socket_addrs()? {
-        match TcpStream::connect_timeout(&target, TIMEOUT) {
+        match TcpStream::connect_timeout(&target, timeout) {
             Ok(stream) => {
-                stream.set_read_timeout(Some(TIMEOUT))?;
+                stream.set_read_timeout(Some(timeout))?;
                 return Ok(stream);
             }
             Err(error) => last = error.into(),
@@ -268,7 +275,7 @@ fn udp_send(address: &str, text: &str, count: u32) -> Outcome {
     let target = address.to_socket_addrs()?.next().ok_or("no such address")?;
     let socket = UdpSocket::bind(if target.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" })?;
     socket.connect(target)?;
-    socket.set_read_timeout(Some(Duration::from_secs(1)))?;
+    socket.set_read_timeout(Some(Duration::from_secs(30)))?;
     let mut buffer = [0; 65536];
     let mut lost = 0;
     for _ in 0..count {
@@ -315,21 +322,30 @@ fn udp_talk(port: &str, seconds: &str, addresses: &[&str]) -> Outcome {
     Ok(())
 }
 
+/// An echo that arrives late is not printed: if a process was stopped, the echo does not show whether the path is open now.
 fn udp_watch(address: &str) -> Outcome {
     let target = address.to_socket_addrs()?.next().ok_or("no such address")?;
     let socket = UdpSocket::bind(bind_address(if target.is_ipv4() { "0.0.0.0:0" } else { ":0" }))?;
     socket.connect(target)?;
-    let sender = socket.try_clone()?;
+    let (sender, start) = (socket.try_clone()?, Instant::now());
     std::thread::spawn(move || {
         loop {
             // The error of one datagram is ignored, because a later one may pass.
-            let _ = sender.send(b"watch");
+            let _ = sender.send(start.elapsed().as_millis().to_string().as_bytes());
             std::thread::sleep(Duration::from_millis(10));
         }
     });
+    let mut buffer = [0; 512];
     loop {
-        if socket.recv(&mut [0; 512]).is_ok() {
-            println!("{}", now()?);
+        let Ok(length) = socket.recv(&mut buffer) else {
+            continue;
+        };
+        let at = now()?;
+        // The echo contains the sender's address before the text.
+        let text = String::from_utf8_lossy(&buffer[..length]);
+        let sent: Option<u128> = text.rsplit(' ').next().and_then(|sent| sent.parse().ok());
+        if sent.is_some_and(|sent| start.elapsed().as_millis() <= sent + 1000) {
+            println!("{at}");
         }
     }
 }
@@ -383,7 +399,7 @@ fn connect_watch(address: &str) -> Outcome {
 
 /// Waits for each echo without a timeout, as long as the connection exists.
 fn stream_watch(address: &str) -> Outcome {
-    let mut stream = dial(address)?;
+    let mut stream = dial_within(address, STREAM_TIMEOUT)?;
     stream.set_nodelay(true)?;
     stream.set_read_timeout(None)?;
     let mut reader = BufReader::new(stream.try_clone()?);
@@ -419,10 +435,11 @@ fn stream_serve(address: &str) -> Outcome {
     Ok(())
 }
 
-fn stream_get(address: &str, seconds: f64) -> Outcome {
-    let mut stream = dial(address)?;
+fn stream_get(address: &str, seconds: &str, limit: &str) -> Outcome {
+    let seconds: f64 = seconds.parse()?;
+    let mut stream = dial_within(address, STREAM_TIMEOUT)?;
     stream.set_nodelay(true)?;
-    stream.set_read_timeout(Some(Duration::from_secs(2)))?;
+    stream.set_read_timeout(Some(Duration::from_secs(limit.parse()?)))?;
     let mut reader = BufReader::new(stream.try_clone()?);
     let start = Instant::now();
     let mut number = 0u64;
