@@ -375,7 +375,7 @@ async fn unchanged_lease_is_taken_whatever_its_times(env: &TestEnv) {
     ];
     let renew = async |turn: usize| {
         let spec = format!(
-            r#"{{"spec":{{"holderIdentity":"ghost_0","renewTime":"2020-01-01T00:00:{turn:02}.000000Z","leaseDurationSeconds":3}}}}"#
+            r#"{{"spec":{{"holderIdentity":"ghost_0","renewTime":"2020-01-01T00:00:{turn:02}.000000Z","leaseDurationSeconds":10}}}}"#
         );
         env.hub()
             .kubectl(lease.into_iter().chain([spec.as_str()]))
@@ -385,10 +385,10 @@ async fn unchanged_lease_is_taken_whatever_its_times(env: &TestEnv) {
     renew(0).await;
     let host = env.controller_host();
     let running = env.start_replica(&host, "replica-1", 8081).await;
-    // The loop takes longer than the duration of the Lease, which is 3 s.
+    // The loop takes longer than the duration of the Lease, which is 10 s.
     for turn in 1..8 {
         renew(turn).await;
-        tokio::time::sleep(Duration::from_millis(700)).await;
+        tokio::time::sleep(Duration::from_millis(1_500)).await;
         assert_eq!(leader(env).await, "ghost_0");
     }
     let future = r#"{"spec":{"renewTime":"2100-01-01T00:00:00.000000Z"}}"#;
