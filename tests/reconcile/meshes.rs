@@ -50,7 +50,7 @@ async fn deleted_mesh_removes_objects_and_waits_for_members() {
         "the condition to name the member that blocks the deletion",
         LATER,
         async || match env.condition("Ready").await {
-            Some((state, message)) if state == "False/Deleting" && message.contains("tenant-b") => Ok(()),
+            Some((state, message)) if state == "False/Deleting" && message.contains("force-cleanup=tenant-b") => Ok(()),
             other => Err(format!("{other:?}")),
         },
     )
@@ -215,7 +215,7 @@ async fn paused_mesh_writes_nothing_and_cleanup_can_be_forced() {
         "the condition to name the annotation that forces the deletion",
         LATER,
         async || match env.condition("Ready").await {
-            Some((_, message)) if message.contains(names::FORCE_CLEANUP) => Ok(()),
+            Some((_, message)) if message.contains(&format!("{}=tenant-a", names::FORCE_CLEANUP)) => Ok(()),
             other => Err(format!("{other:?}")),
         },
     )

@@ -106,8 +106,8 @@ fn gateway_behind_kube_proxy_in_ipvs_mode_serves_grants() {
     let _proxy = KubeProxy::start(&testbed.node);
     let from_pod = |to: SocketAddr| TcpConnection::try_open(&testbed.pod, to)?.try_request();
     for (service, pod) in CLUSTER_IPS.into_iter().zip(POD) {
-        // The database's answer contains the client's address. kube-proxy needs long to start on an emulated processor.
-        wait_until("a pod to reach another by its Service", TIMEOUT * 5, || {
+        // The database's answer contains the client's address.
+        wait_until("a pod to reach another by its Service", TIMEOUT, || {
             from_pod(at(service, 5432)) == Some(format!("db {pod}"))
         });
         // In mode ipvs, kube-proxy assigns the ClusterIPs to the interface kube-ipvs0.
