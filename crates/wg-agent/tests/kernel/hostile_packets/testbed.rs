@@ -34,7 +34,7 @@ pub(crate) const ATTACKER: u8 = 3;
 pub(crate) const PORT: u16 = 51820;
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
 /// A gap between replies through the tunnel is a stall if it is longer than the longest gap outside the tunnel by this time.
-pub(crate) const STALL: Duration = Duration::from_secs(10);
+pub(crate) const STALL: Duration = Duration::from_secs(5);
 /// The limit of memory growth during an attack.
 pub(crate) const MAX_MEMORY_GROWTH: u64 = 64 << 20;
 /// The UDP port at which the victim echoes.
