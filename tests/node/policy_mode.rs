@@ -146,6 +146,20 @@ async fn foreign_state(clusters: &TwoClusters, site: &Site) -> BTreeMap<String, 
     out
 }
 
+/// Waits until the kernel has finished duplicate address detection. It then adds a route for each IPv6 address.
+async fn wait_for_link_local_addresses(clusters: &TwoClusters, site: &Site) {
+    wait_until("the IPv6 addresses to be checked", TIMEOUT, async || {
+        let shown = clusters
+            .host(site)
+            .exec(["ip", "-6", "addr", "show", "tentative"])
+            .await;
+        let tentative = shown.map_err(|error| error.to_string())?.stdout;
+        if tentative.is_empty() { Ok(()) } else { Err(tentative) }
+    })
+    .await
+    .expect("no tentative address");
+}
+
 /// Runs a closure on a thread inside a network namespace.
 fn inside<T: Send + 'static>(netns: &Path, run_inside: impl FnOnce() -> T + Send + 'static) -> T {
     let file = std::fs::File::open(netns).expect("open a network namespace");
@@ -333,6 +347,7 @@ async fn policy_mode_enforces_policies_and_leaves_kg_alone() {
         Ok(KG_ADDRESS.to_owned())
     );
 
+    wait_for_link_local_addresses(&clusters, mgmt).await;
     let before = foreign_state(&clusters, mgmt).await;
     // As in its container, the agent has only NET_ADMIN and a read-only /proc/sys.
     let args = [
