@@ -71,13 +71,13 @@ pub fn serve_name(ns: &NetNs, name: &'static str, address: IpAddr, tcp_port: u16
 pub struct TcpConnection(TcpStream);
 
 impl TcpConnection {
-    /// Connects. Panics if there is no connection within [`PATIENCE`].
+    /// Connects. Panics if there is no connection within a minute.
     #[track_caller]
     pub fn open(ns: &NetNs, to: SocketAddr) -> Self {
         Self::connect(ns, to, PATIENCE).unwrap_or_else(|error| panic!("{} -> {to}: {error}", ns.name))
     }
 
-    /// Tries to connect; `None` = there is no connection within [`ATTEMPT`].
+    /// Tries to connect; `None` = there is no connection within 0.7 s.
     pub fn try_open(ns: &NetNs, to: SocketAddr) -> Option<Self> {
         Self::connect(ns, to, ATTEMPT).ok()
     }
@@ -86,20 +86,20 @@ impl TcpConnection {
         ns.enter(|| TcpStream::connect_timeout(&to, at_most)).map(Self)
     }
 
-    /// Sends a request and returns the reply. Panics if there is none within [`PATIENCE`].
+    /// Sends a request and returns the reply. Panics if there is none within a minute.
     #[track_caller]
     pub fn request(&mut self) -> String {
         self.exchange(PATIENCE)
             .unwrap_or_else(|error| panic!("no reply: {error}"))
     }
 
-    /// Sends a request; `None` = there is no reply within [`ATTEMPT`].
+    /// Sends a request; `None` = there is no reply within 0.7 s.
     pub fn try_request(&mut self) -> Option<String> {
         self.exchange(ATTEMPT).ok()
     }
 
     /// Sends a request and returns its error: a reset, or the end of the connection. `None` = a reply arrived. Panics if there is neither
-    /// within [`PATIENCE`].
+    /// within a minute.
     #[track_caller]
     pub fn error(&mut self) -> Option<ErrorKind> {
         let error = self.exchange(PATIENCE).err()?.kind();
@@ -146,7 +146,7 @@ impl UdpFlow {
         let _ = self.socket.send(b"!");
     }
 
-    /// Sends requests until one is answered, and returns the reply. Panics if there is none within [`PATIENCE`].
+    /// Sends requests until one is answered, and returns the reply. Panics if there is none within a minute.
     #[track_caller]
     pub fn request(&self) -> String {
         let first = self.requests.load(Ordering::Relaxed);
@@ -161,7 +161,7 @@ impl UdpFlow {
         }
     }
 
-    /// Sends one request; `None` = there is no reply within [`ATTEMPT`].
+    /// Sends one request; `None` = there is no reply within 0.7 s.
     pub fn try_request(&self) -> Option<String> {
         self.exchange(self.requests.load(Ordering::Relaxed))
     }

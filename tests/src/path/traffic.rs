@@ -67,7 +67,7 @@ pub fn request(ns: &NetNs, to: &str, port: u16) -> io::Result<String> {
 }
 
 /// Like [`request`], with retries: the first packets in new namespaces may be lost during neighbour discovery (ARP, NDP). Panics if
-/// there is no response for [`PATIENCE`].
+/// there is no response for a minute.
 pub fn source_of(ns: &NetNs, to: &str, port: u16) -> String {
     let mut last;
     let deadline = Instant::now() + PATIENCE;
