@@ -83,10 +83,14 @@ impl TestEnv<'_> {
         }
     }
 
-    /// All endpoints that the hub's nodes report in their annotations.
+    /// All endpoints that nodes report in their annotations. A node does not report an endpoint that its Peer object already contains. So
+    /// the hub's nodes report the endpoints first, but if one of them restarts, a node of a tenant may report an endpoint instead.
     async fn reported(&self) -> Vec<String> {
-        let nodes = setup::json(&self.hub, &["get", "nodes"]).await;
-        let nodes = nodes["items"].as_array().unwrap();
+        let mut nodes = Vec::new();
+        for cluster in [&self.hub].into_iter().chain(&self.tenants) {
+            let list = setup::json(cluster, &["get", "nodes"]).await;
+            nodes.extend(list["items"].as_array().unwrap().clone());
+        }
         let annotations = nodes.iter().map(|node| &node["metadata"]["annotations"]);
         let texts = annotations.filter_map(|all| all["kilo.squat.ai/discovered-endpoints"].as_str());
         let mut reported: Vec<String> = texts
@@ -98,7 +102,7 @@ impl TestEnv<'_> {
         reported
     }
 
-    /// Waits until the hub's nodes report the public endpoints of all nodes of the tenants, and no others.
+    /// Waits until nodes report the public endpoints of all nodes of the tenants, and no others.
     async fn wait_for_public_endpoints(&self, first_ports: [u16; 2]) {
         let public = |(tenant, first): (&Cluster<'_>, u16)| {
             let address = tenant.plan().nat_address();
@@ -106,7 +110,7 @@ impl TestEnv<'_> {
         };
         let mut wanted: Vec<String> = self.tenants.iter().zip(first_ports).flat_map(public).collect();
         wanted.sort();
-        wait_until("the hub to report the endpoints", PATIENCE, async || {
+        wait_until("nodes to report the endpoints", PATIENCE, async || {
             let reported = self.reported().await;
             if reported == wanted {
                 Ok(())
