@@ -24,9 +24,9 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use wg_agent::device::{Configuration, Device, userspace::Userspace};
 use x25519_dalek::StaticSecret;
 
-/// The number of crossed handshakes that the test makes, and that a busy machine must make. If no response were held back, about one in a
-/// hundred would lose its session.
+/// The number of crossed handshakes that the test makes. If no response were held back, about one in a hundred would lose its session.
 const CROSSED: u32 = 100;
+/// With fewer crossed handshakes, the test proves too little and fails: on a busy machine some starts do not cross.
 const MIN_CROSSED: u32 = 25;
 /// How often the test starts both devices at most. Each start is one attempt to make their handshakes cross.
 const MAX_STARTS: u32 = 250;
